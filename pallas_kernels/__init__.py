@@ -1,0 +1,12 @@
+"""Attention operations of one decode step, one folder per operation.
+
+Each folder holds the same files: ``api.py`` chooses an implementation, ``xla.py`` is the readable
+specification that runs on any device. Nothing here knows the library above: operations take and
+return plain arrays.
+"""
+
+from pallas_kernels.append import append_kv as append_kv
+from pallas_kernels.implementation import ImplementationError as ImplementationError
+from pallas_kernels.merge import merge_partials as merge_partials
+from pallas_kernels.segment_attention import segment_attention as segment_attention
+from pallas_kernels.split_kv_decode import split_kv_decode as split_kv_decode
