@@ -1,0 +1,216 @@
+"""The pools from the host: taking, freeing and lending slots, with counts that need no look at the device.
+
+Every call goes through a pure function of ``kvgrain_jax.pools`` under ``jit``; the device state is
+the truth, the counts here mirror it.
+"""
+
+import bisect
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from kvgrain_jax.errors import PoolCorrupted, PoolExhausted
+from kvgrain_jax.pools import KVCache, PoolGeometry, PoolState, buffers, cold, hot, lending
+from kvgrain_jax.prefix.node import Hot, Piece
+
+COPY_TOKENS = 1024  # tokens that one call of the copy into a slab moves
+
+_allocate_slab = jax.jit(hot.allocate, donate_argnums=0)
+_release_slab = jax.jit(hot.release, static_argnames="whole", donate_argnums=0)
+_allocate_pages = jax.jit(cold.allocate, donate_argnums=0)
+_release_pages = jax.jit(cold.release, donate_argnums=0)
+_lend = jax.jit(lending.lend, donate_argnums=0)
+_take_back = jax.jit(lending.take_back, donate_argnums=0)
+_copy_slots = jax.jit(buffers.copy_slots, donate_argnums=0)
+
+
+class PoolLedger:
+    """Pools and KV buffers on the device, and the host's counts of them.
+
+    Args:
+      geometry: sizes of the pools.
+      row_pages: pages of the longest context of a request.
+
+    Attributes:
+      pools: HOT and COLD allocators.
+      kv: keys and values.
+      cold_free: free COLD pages.
+      outstanding: free COLD pages that are committed to running requests.
+      lent: pages that HOT has lent to COLD.
+    """
+
+    def __init__(self, geometry: PoolGeometry, row_pages: int):
+        self.geometry = geometry
+        self.row_pages = row_pages
+        self.pools: PoolState = lending.init(geometry)
+        self.kv: KVCache = buffers.init(geometry)
+        self.cold_free = geometry.n_pages - geometry.n_hot // geometry.page_size
+        self.outstanding = 0
+        self.lent = 0
+        self._slabs: list[tuple[int, int]] = []
+
+    @property
+    def slabs(self) -> list[tuple[int, int]]:
+        """``(base, live tokens)`` of each slab, by base."""
+        return list(self._slabs)
+
+    @property
+    def hot_tokens(self) -> int:
+        """HOT slots in live slabs."""
+        return sum(tokens for _, tokens in self._slabs)
+
+    @property
+    def cold_tokens(self) -> int:
+        """COLD slots in use, lent ones included."""
+        page = self.geometry.page_size
+        return (self.geometry.n_pages + self.lent - self.cold_free) * page - self.geometry.n_hot
+
+    @property
+    def spare(self) -> int:
+        """Free COLD pages that are committed to nobody."""
+        return self.cold_free - self.outstanding
+
+    @property
+    def hot_limit(self) -> int:
+        """End of the HOT region as lending has left it."""
+        return self.geometry.n_hot - self.lent * self.geometry.page_size
+
+    def take_slab(self, n: int) -> int | None:
+        """Take ``n`` contiguous HOT slots; the base, or None where they do not fit."""
+        state, base = _allocate_slab(self.pools.hot, n)
+        self.pools = dataclasses.replace(self.pools, hot=state)
+        if int(base) < 0:
+            return None
+        bisect.insort(self._slabs, (int(base), n))
+        return int(base)
+
+    def take_pages(self, n: int) -> np.ndarray:
+        """Take ``n`` COLD pages, at most ``row_pages``.
+
+        Raises:
+          PoolExhausted: fewer are free; nothing was taken.
+        """
+        need = np.arange(self.row_pages) < n
+        state, pages, ok = _allocate_pages(self.pools.cold, need)
+        self.pools = dataclasses.replace(self.pools, cold=state)
+        if not ok:
+            raise PoolExhausted(
+                f"{n} COLD pages were asked for and {self.cold_free} are free; let a request "
+                "finish, or make the pool larger."
+            )
+        self.cold_free -= n
+        return np.asarray(pages)[:n]
+
+    def free_pages(self, pages: np.ndarray) -> None:
+        """Give COLD pages back.
+
+        Raises:
+          PoolCorrupted: one of them is free already.
+        """
+        for start in range(0, len(pages), self.row_pages):
+            part = pages[start : start + self.row_pages]
+            padded = np.full(self.row_pages, -1, np.int32)
+            padded[: len(part)] = part
+            state, ok = _release_pages(self.pools.cold, padded)
+            self.pools = dataclasses.replace(self.pools, cold=state)
+            if not ok:
+                raise PoolCorrupted(f"Some of the COLD pages {part} are free already.")
+            self.cold_free += len(part)
+
+    def free(self, pieces: Sequence[Piece]) -> None:
+        """Give pieces back to the pools they lie in.
+
+        Raises:
+          PoolCorrupted: a part of them is free already.
+        """
+        cold_pages = [p.pages(self.geometry.page_size) for p in pieces if not p.is_hot]
+        if cold_pages:
+            self.free_pages(np.concatenate(cold_pages))
+        # Slabs shrink from their ends, so the later pieces of a slab go first.
+        hot_pieces = [(p.tag.base, p.length) for p in pieces if isinstance(p.tag, Hot)]
+        for base, length in sorted(hot_pieces, reverse=True):
+            self._free_slots(base, length)
+
+    def set_cold(self, pool: cold.ColdState, n_free: int) -> None:
+        """Take a COLD pool that a program on the device has changed, ``n_free`` of its pages free."""
+        self.pools = dataclasses.replace(self.pools, cold=pool)
+        self.cold_free = n_free
+
+    def lend(self, pages: int) -> None:
+        """Lend up to ``pages`` pages of unused HOT slots to COLD."""
+        if pages > 0:
+            self.pools, lent = _lend(self.pools, pages)
+            self.cold_free += int(lent)
+            self.lent += int(lent)
+
+    def take_back(self) -> None:
+        """Return lent pages to HOT if all are free; those that requests may still need stay lent."""
+        if self.lent:
+            self.pools, taken = _take_back(self.pools)
+            self.cold_free -= int(taken)
+            self.lent -= int(taken)
+            self.lend(-self.spare)
+
+    def copy_to_slab(self, pages: np.ndarray, base: int) -> None:
+        """Copy the KV of the tokens of ``pages`` to the slots from ``base`` on, all layers."""
+        page, n_slots = self.geometry.page_size, self.geometry.n_slots
+        source = (pages[:, None] * page + np.arange(page, dtype=np.int32)[None, :]).reshape(-1)
+        for start in range(0, max(source.size, 1), COPY_TOKENS):
+            part = source[start : start + COPY_TOKENS]
+            padded, target = (
+                np.zeros(COPY_TOKENS, np.int32),
+                np.full(COPY_TOKENS, n_slots, np.int32),
+            )
+            padded[: part.size] = part
+            target[: part.size] = base + start + np.arange(part.size)
+            self.kv = _copy_slots(self.kv, padded, target)
+
+    def compile(self) -> None:
+        """Compile every device call of the ledger by calls that change nothing."""
+        self.take_slab(0)
+        self.take_pages(0)
+        nothing = np.full(self.row_pages, -1, np.int32)
+        hot_state, _ = _release_slab(self.pools.hot, 0, 0, whole=True)
+        hot_state, _ = _release_slab(hot_state, 0, 0, whole=False)
+        cold_state, _ = _release_pages(self.pools.cold, nothing)
+        self.pools = dataclasses.replace(self.pools, hot=hot_state, cold=cold_state)
+        self.pools, _ = _lend(self.pools, 0)
+        if not self.lent:
+            self.pools, _ = _take_back(self.pools)
+        dropped = np.full(COPY_TOKENS, self.geometry.n_slots, np.int32)
+        self.kv = _copy_slots(self.kv, np.zeros(COPY_TOKENS, np.int32), dropped)
+
+    def check_counts(self) -> None:
+        """Check the host's counts against the device.
+
+        Raises:
+          PoolCorrupted: a count differs, or requests were promised more pages than are free.
+        """
+        counts = {
+            "free COLD pages": (self.cold_free, self.pools.cold.n_free),
+            "lent pages": (self.lent, lending.lent_pages(self.pools)),
+            "slabs": (len(self._slabs), self.pools.hot.n_slabs),
+            "free HOT tokens": (self.hot_limit - self.hot_tokens, hot.free_tokens(self.pools.hot)),
+        }
+        for name, (mirror, real) in counts.items():
+            if mirror != int(real):
+                raise PoolCorrupted(f"The host counts {mirror} {name}, the pools hold {real}.")
+        if self.spare < 0:
+            raise PoolCorrupted(
+                f"{self.outstanding} pages are committed to requests, {self.cold_free} are free."
+            )
+
+    def _free_slots(self, base: int, length: int) -> None:
+        i = bisect.bisect_right(self._slabs, (base, self.geometry.n_slots)) - 1
+        slab, live = self._slabs.pop(i)
+        rest = live - length
+        if rest:  # the rest of the slab lives on, behind the freed part or in front of it
+            bisect.insort(self._slabs, (slab + length if slab == base else slab, rest))
+        state, ok = _release_slab(self.pools.hot, base, length, whole=rest == 0)
+        self.pools = dataclasses.replace(self.pools, hot=state)
+        if not ok:
+            raise PoolCorrupted(
+                f"Some of the HOT slots [{base}, {base + length}) are free already."
+            )
