@@ -1,0 +1,3 @@
+"""Attention of each row to its own pages."""
+
+from pallas_kernels.split_kv_decode.api import split_kv_decode as split_kv_decode
