@@ -1,0 +1,145 @@
+"""Configuration of the engine, and the three systems that the GraniKV paper compares."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from kvgrain_jax.attention import make_rule
+from kvgrain_jax.engine.model import Model
+from kvgrain_jax.errors import ConfigError
+from kvgrain_jax.pools import PoolGeometry
+from kvgrain_jax.prefix import policy
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Everything that shapes the engine's pools and programs.
+
+    Attributes:
+      backend: ``"auto"`` dispatches every step by the ``meff`` rule, or one backend for all steps:
+        ``dense``, ``cascade``, ``paged``, ``cascade16``.
+      m_sat: threshold of the ``meff`` rule; the device's own where None.
+      page_size: tokens of a COLD page: 1, 4 or 16.
+      hot_fraction: share of the pool that is HOT, in [0, 1]; 0 keeps every prefix in COLD.
+      policy: ``"always"`` or ``"after_hits:N"``, see ``kvgrain_jax.prefix.policy``.
+      min_hot_tokens: shorter shared prefixes stay in COLD.
+      pool_tokens: tokens that the pool holds; where None, ``pool_bytes`` decides.
+      pool_bytes: bytes of the keys and values of the pool.
+      max_context: tokens of one request, prompt and output together; the model's own where None.
+      max_batch: requests that decode at once.
+      batch_buckets: row counts the decode loop is compiled for, ascending; ``(max_batch,)`` where
+        empty. A batch runs in the smallest that holds it.
+      chunk_tokens: prompt tokens of one prefill call.
+      chunk_buckets: sizes the prefill is compiled for, ascending; ``(chunk_tokens,)`` where empty.
+      chunk_requests: requests in one prefill call at most.
+      decode_steps: decode steps between two looks of the host.
+      max_slabs: live HOT slabs at most.
+      max_segments: segments of one batch at most; pieces of prefixes beyond are read by pages.
+      max_pieces: contiguous pieces of one request that a prefill reads as such.
+      slab_align: HOT slab bases are multiples of this many tokens.
+      kv_dtype: dtype of keys and values.
+
+    Raises:
+      ConfigError: a value is out of range or two do not fit together.
+    """
+
+    backend: str = "auto"
+    m_sat: int | None = None
+    page_size: int = 1
+    hot_fraction: float = 0.2
+    policy: str = "always"
+    min_hot_tokens: int = 64
+    pool_tokens: int | None = None
+    pool_bytes: int | None = None
+    max_context: int | None = None
+    max_batch: int = 8
+    batch_buckets: tuple[int, ...] = ()
+    chunk_tokens: int = 256
+    chunk_buckets: tuple[int, ...] = ()
+    chunk_requests: int = 8
+    decode_steps: int = 8
+    max_slabs: int = 64
+    max_segments: int = 64
+    max_pieces: int = 8
+    slab_align: int = 64
+    kv_dtype: DTypeLike = jnp.float32
+
+    def __post_init__(self):
+        make_rule(self.backend, self.m_sat)
+        policy.parse(self.policy, self.min_hot_tokens)
+        for name in (
+            "max_batch",
+            "chunk_tokens",
+            "chunk_requests",
+            "decode_steps",
+            "max_slabs",
+            "max_segments",
+            "max_pieces",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; give at least 1.")
+        if self.max_context is not None and self.max_context < 1:
+            raise ConfigError(f"max_context is {self.max_context}; give at least 1.")
+        if (self.pool_tokens is None) == (self.pool_bytes is None):
+            raise ConfigError("Give either pool_tokens or pool_bytes.")
+        for name, top in (("batch_buckets", self.max_batch), ("chunk_buckets", self.chunk_tokens)):
+            buckets = getattr(self, name) or (top,)
+            if list(buckets) != sorted(set(buckets)) or buckets[0] < 1 or buckets[-1] != top:
+                raise ConfigError(f"{name} is {buckets}; give ascending sizes that end with {top}.")
+            object.__setattr__(self, name, tuple(buckets))
+
+    def geometry(self, model: Model) -> PoolGeometry:
+        """Pools of this configuration for a model.
+
+        Raises:
+          ConfigError: the sizes do not fit together.
+        """
+        fields: dict[str, Any] = {
+            "hot_fraction": self.hot_fraction,
+            "page_size": self.page_size,
+            "n_layers": model.n_layers,
+            "n_kv_heads": model.n_kv_heads,
+            "head_dim": model.head_dim,
+            "slab_align": self.slab_align,
+            "max_slabs": self.max_slabs,
+            "dtype": self.kv_dtype,
+        }
+        if self.pool_tokens is not None:
+            return PoolGeometry.from_tokens(self.pool_tokens, **fields)
+        assert self.pool_bytes is not None  # checked in __post_init__
+        return PoolGeometry.from_bytes(self.pool_bytes, **fields)
+
+
+# The systems of GraniKV §4.3. They share model, scheduler and sampling; only storage and decode
+# backend differ.
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "uniform16": {"backend": "paged", "page_size": 16, "hot_fraction": 0.0},
+    "cascade16": {"backend": "cascade16", "page_size": 16, "hot_fraction": 0.0},
+    "kvgrain": {"backend": "auto", "page_size": 1},
+}
+
+
+def system_config(name: str, **overrides: Any) -> EngineConfig:
+    """Configuration of a named system.
+
+    Args:
+      name: ``uniform16`` (16-token pages, each row reads its whole context: the papers' "SGLang
+        default"), ``cascade16`` (16-token pages, what the whole batch shares is read once:
+        "SGLang-Cascade") or ``kvgrain`` (HOT slabs, COLD pages, per-step dispatch).
+      **overrides: fields of ``EngineConfig``. Those that make the system what it is win over them
+        for the two baselines.
+
+    Raises:
+      ConfigError: unknown name, unknown field, or a value out of range.
+    """
+    if name not in SYSTEMS:
+        raise ConfigError(f"There is no system {name!r}; choose one of {', '.join(SYSTEMS)}.")
+    known = {field.name for field in dataclasses.fields(EngineConfig)}
+    unknown = sorted(set(overrides) - known)
+    if unknown:
+        raise ConfigError(f"The engine has no option {', '.join(unknown)}.")
+    system = SYSTEMS[name]
+    merged = {**system, **overrides} if name == "kvgrain" else {**overrides, **system}
+    return EngineConfig(**merged)

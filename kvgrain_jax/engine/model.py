@@ -1,0 +1,36 @@
+"""What the engine needs to know of a model: one step function and the sizes of its KV heads."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A language model as the engine sees it. Any JAX function with this signature will do.
+
+    Attributes:
+      step: ``step(params, tokens, positions, cache, attend, rows=None) -> (logits, cache)``, pure.
+        ``tokens`` and ``positions`` are int32 ``[T]`` (decode: one token of each row; prefill: a
+        packed chunk of tokens of several requests). The function calls
+        ``out, cache = attend(cache, layer, q, k, v)`` once per layer, ``layer`` a Python int, ``q``
+        ``[T, H, D]``, ``k`` and ``v`` ``[T, K, D]`` after position encoding; ``out`` is ``[T, H, D]``
+        in the dtype of ``q``. ``logits`` are float32 ``[T, V]``, or ``[R, V]`` for the tokens
+        ``rows`` (int32 ``[R]``) names.
+      params: pytree of the weights.
+      n_layers: ``L``.
+      n_heads: ``H``, query heads.
+      n_kv_heads: ``K``.
+      head_dim: ``D``.
+      vocabulary: number of token ids.
+      max_context: longest sequence, prompt and output together, in tokens.
+    """
+
+    step: Callable[..., Any]
+    params: Any
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    vocabulary: int
+    max_context: int

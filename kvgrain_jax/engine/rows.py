@@ -1,0 +1,124 @@
+"""Rows of the batch on the host, and the decode plan of a batch of them."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvgrain_jax.attention import DecodePlan, Piece, Segment, find_segments, make_plan
+from kvgrain_jax.engine.request import Request
+from kvgrain_jax.prefix import PrefixCache, Reservation
+
+
+@dataclasses.dataclass(eq=False)
+class Row:
+    """A running request.
+
+    Attributes:
+      request: what was asked.
+      reservation: what it holds of the pools.
+      order: place in the order of admission.
+      computed: prompt tokens whose KV are there.
+      decoding: whether the prompt is complete and the row decodes.
+      tokens: generated tokens.
+      first_token: when the first of them was on the host, seconds of the run.
+    """
+
+    request: Request
+    reservation: Reservation
+    order: int
+    computed: int
+    decoding: bool = False
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    first_token: float = 0.0
+
+    @property
+    def prompt(self) -> np.ndarray:
+        """Token ids of the prompt."""
+        return self.reservation.prompt
+
+    @property
+    def finish_reason(self) -> str | None:
+        """``"stop"`` or ``"length"`` if the last token ended the request, else None."""
+        if self.tokens and self.tokens[-1] in self.request.stop_tokens:
+            return "stop"
+        return "length" if len(self.tokens) >= self.request.max_new_tokens else None
+
+    @property
+    def kv_tokens(self) -> np.ndarray:
+        """Tokens whose KV are written: all but the last generated one, which was never fed."""
+        return np.concatenate([self.prompt, np.asarray(self.tokens[:-1], np.int32)])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BatchPlan:
+    """Decode plan of a batch, and what its steps read of shared prefixes.
+
+    Attributes:
+      device: the plan that the decode loop takes.
+      read_once: prefix tokens that a step reads once for all rows.
+      read_by_row: prefix tokens that each row reads for itself besides, ``[B]``.
+      prefix_of_row: tokens of shared prefixes in each row's context, ``[B]``.
+    """
+
+    device: DecodePlan
+    read_once: int
+    read_by_row: np.ndarray
+    prefix_of_row: np.ndarray
+
+    def prefix_tokens_read(self, backend: str, active: np.ndarray) -> int:
+        """Prefix tokens whose KV one step reads, ``active`` (bool ``[B]``) being its rows."""
+        if backend == "paged":
+            return int(self.prefix_of_row[active].sum())
+        return self.read_once + int(self.read_by_row[active].sum())
+
+
+def sort_key(cache: PrefixCache, row: Row) -> tuple:
+    """Rows in the order of this key have those that share a prefix next to each other."""
+    return tuple(cache.hot_pieces(row.reservation))
+
+
+def plan_batch(
+    rows: Sequence[Row | None], cache: PrefixCache, *, backend: str, max_segments: int
+) -> BatchPlan:
+    """Plan the decode steps of rows in the order of ``sort_key``.
+
+    Args:
+      rows: one for each row of the bucket; None and rows in prefill do not decode.
+      cache: where their prefixes lie.
+      backend: ``cascade16`` shares what all rows have in common, through the pages of row 0; any
+        other shares the HOT pieces of each prefix class.
+      max_segments: segments of a plan at most. Where there are more, the innermost pieces are
+        read through the rows' page tables instead.
+    """
+    decoding = [row for row in rows if row and row.decoding]
+    prefixes = np.zeros(len(rows), np.int64)
+    paths = [cache.index.path(row.reservation.node) for row in decoding]
+    for i, path in enumerate(paths):
+        prefixes[i] = sum(node.length for node in path if node.is_prefix)
+    n_slots = cache.geometry.n_slots
+    if backend == "cascade16":
+        common = 0
+        for nodes in zip(*paths, strict=False):
+            if any(node is not nodes[0] for node in nodes) or len(decoding) < 2:
+                break
+            common = nodes[0].end
+        segments = [Segment(0, common, 0, len(decoding))] if common else []
+        n_slots = cache.row_pages * cache.geometry.page_size
+    else:
+        pieces = [[Piece(*p) for p in cache.hot_pieces(row.reservation)] for row in decoding]
+        depth = max((len(p) for p in pieces), default=0)
+        segments = find_segments(pieces)
+        while len(segments) > max_segments:
+            depth -= 1
+            segments = find_segments([p[:depth] for p in pieces])
+    plan = make_plan(segments, n_rows=len(rows), n_slots=n_slots, max_segments=max_segments)
+    starts = np.zeros(len(rows), np.int64)
+    for segment in segments:
+        starts[segment.first_row : segment.first_row + segment.n_rows] += segment.length
+    return BatchPlan(
+        device=plan,
+        read_once=sum(segment.length for segment in segments),
+        read_by_row=np.maximum(prefixes - starts, 0),
+        prefix_of_row=prefixes,
+    )

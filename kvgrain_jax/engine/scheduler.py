@@ -1,0 +1,239 @@
+"""The scheduler: which request runs in which row, and which prompt tokens are computed next.
+
+It decides on the host and owns the waiting line and the rows; the engine carries its decisions out
+on the device.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections import Counter, deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from kvgrain_jax.engine.packing import PromptPart
+from kvgrain_jax.engine.request import Request
+from kvgrain_jax.engine.rows import Row, sort_key
+from kvgrain_jax.errors import KVGrainError, RequestError
+from kvgrain_jax.prefix import PrefixCache, Reservation
+
+
+@dataclasses.dataclass
+class Admission:
+    """What an admission changed.
+
+    Attributes:
+      new: rows that a request has moved into.
+      moved: rows whose page table changed because a prefix of theirs moved to HOT.
+    """
+
+    new: list[int] = dataclasses.field(default_factory=list)
+    moved: list[int] = dataclasses.field(default_factory=list)
+
+
+class Scheduler:
+    """First come, first served, by a token budget: an admitted request can always finish.
+
+    Args:
+      cache: pools and prefix index.
+      max_rows: requests that run at once.
+      chunk_tokens: prompt tokens computed at once.
+      chunk_requests: requests whose prompts are computed at once.
+      min_shared: a request waits while another computes a prefix of at least so many tokens that
+        both share.
+
+    Attributes:
+      waiting: requests that are not yet admitted.
+      rows: the running ones, by row of the batch.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        *,
+        max_rows: int,
+        chunk_tokens: int,
+        chunk_requests: int,
+        min_shared: int,
+    ):
+        self.cache = cache
+        self.chunk_tokens = chunk_tokens
+        self.chunk_requests = chunk_requests
+        self.min_shared = min_shared
+        self.waiting: deque[Request] = deque()
+        self.rows: list[Row | None] = [None] * max_rows
+        self._ids: set[str] = set()
+        self._order = itertools.count()
+
+    @property
+    def running(self) -> list[Row]:
+        """The running requests."""
+        return [row for row in self.rows if row]
+
+    @property
+    def n_decoding(self) -> int:
+        """Rows that decode."""
+        return sum(row.decoding for row in self.running)
+
+    def submit(self, request: Request) -> None:
+        """Put a request at the end of the line.
+
+        Raises:
+          RequestError: its id is in use.
+        """
+        self.check_ids([request.id])
+        self._ids.add(request.id)
+        self.waiting.append(request)
+
+    def check_ids(self, ids: Iterable[str]) -> None:
+        """Check that requests which are to be submitted have ids of their own.
+
+        Raises:
+          RequestError: an id is in use or given twice.
+        """
+        for name, count in Counter(ids).items():
+            if count > 1:
+                raise RequestError(f"Request {name}: {count} requests have this id.")
+            if name in self._ids:
+                raise RequestError(f"Request {name}: a request with this id is in the engine.")
+
+    def find(self, request_id: str) -> int | None:
+        """Row of a running request; None while it waits.
+
+        Raises:
+          RequestError: there is no such request.
+        """
+        if request_id not in self._ids:
+            raise RequestError(f"There is no request {request_id!r} in the engine.")
+        for index, row in enumerate(self.rows):
+            if row and row.request.id == request_id:
+                return index
+        return None
+
+    def withdraw(self, request_id: str) -> None:
+        """Take a waiting request out of the line."""
+        self.waiting = deque(r for r in self.waiting if r.id != request_id)
+        self._ids.remove(request_id)
+
+    def admit(self) -> Admission:
+        """Move requests from the line into free rows while pools and batch have room.
+
+        A request that would compute a prefix which another one is just computing waits for it; the
+        ones behind it may pass. A request that does not fit the pools now holds up the line.
+        """
+        admission = Admission()
+        held_back = []
+        while self.waiting and None in self.rows:
+            request = self.waiting.popleft()
+            if self._is_being_computed(request):
+                held_back.append(request)
+                continue
+            reservation = self._reserve(request)
+            if reservation is None:
+                self.waiting.appendleft(request)
+                break
+            for node in reservation.promoted:
+                admission.moved += self._use_new_pages(node)
+            index = self.rows.index(None)
+            self.rows[index] = Row(
+                request, reservation, order=next(self._order), computed=reservation.cached
+            )
+            admission.new.append(index)
+        self.waiting.extendleft(reversed(held_back))
+        return admission
+
+    def next_parts(self) -> list[PromptPart]:
+        """The prompt tokens to compute next: the oldest requests first, several to a chunk."""
+        prefill = [(i, row) for i, row in enumerate(self.rows) if row and not row.decoding]
+        prefill.sort(key=lambda entry: entry[1].order)
+        parts, left = [], self.chunk_tokens
+        for index, row in prefill[: self.chunk_requests]:
+            n = min(left, row.prompt.size - row.computed)
+            if n:
+                pieces = self.cache.hot_pieces(row.reservation)
+                hot = tuple((base, length) for _, base, length in pieces)
+                parts.append(PromptPart(index, row.prompt, row.computed, n, hot))
+            left -= n
+        return parts
+
+    def computed(self, part: PromptPart) -> Row:
+        """Note that a part of a prompt is computed; a complete prompt joins the prefix index."""
+        row = self._row(part.row)
+        row.computed += part.n_tokens
+        if part.completes:
+            self.cache.commit(row.reservation)
+            row.decoding = True
+        return row
+
+    def sort(self) -> list[int] | None:
+        """Put rows that decode first, and those that share a prefix next to each other.
+
+        Returns:
+          For each row the one it was before; None if nothing changed.
+        """
+
+        def key(index: int):
+            row = self.rows[index]
+            if row is None or not row.decoding:
+                return (1, (), index)
+            return (0, sort_key(self.cache, row), index)
+
+        order = sorted(range(len(self.rows)), key=key)
+        if order == list(range(len(order))):
+            return None
+        self.rows = [self.rows[i] for i in order]
+        return order
+
+    def leave(self, index: int, pages: np.ndarray) -> None:
+        """Free a row and what its request held; ``pages``: the page table of the row."""
+        row = self._row(index)
+        if row.decoding:
+            self.cache.finish(row.reservation, row.kv_tokens, pages)
+        else:
+            self.cache.cancel(row.reservation)
+        self.rows[index] = None
+        self._ids.remove(row.request.id)
+
+    def _row(self, index: int) -> Row:
+        row = self.rows[index]
+        if row is None:
+            raise KVGrainError(f"Row {index} of the batch is empty.")
+        return row
+
+    def _reserve(self, request: Request) -> Reservation | None:
+        reserve = functools.partial(
+            self.cache.reserve,
+            np.asarray(request.prompt),
+            max_new_tokens=request.max_new_tokens,
+            shared_tokens=request.shared_tokens,
+        )
+        reservation = reserve()
+        if reservation is None and not self.running:
+            # Nothing runs, so nothing will be freed: pieces of cached prefixes are in the way of
+            # a request that fits the empty pool.
+            self.cache.drop_all()
+            reservation = reserve()
+        return reservation
+
+    def _is_being_computed(self, request: Request) -> bool:
+        prompt = np.asarray(request.prompt)
+        cached = self.cache.index.match(prompt, limit=prompt.size - 1).length
+        for row in self.running:
+            if not row.reservation.committed:
+                n = min(prompt.size, row.prompt.size)
+                differ = np.flatnonzero(prompt[:n] != row.prompt[:n])
+                common = int(differ[0]) if differ.size else n
+                if common - cached >= max(self.min_shared, 1):
+                    return True
+        return False
+
+    def _use_new_pages(self, node) -> list[int]:
+        """Let running requests read a promoted node from its new slots; which rows they are."""
+        page = self.cache.geometry.page_size
+        moved = []
+        for index, row in enumerate(self.rows):
+            if row and node in self.cache.index.path(row.reservation.node):
+                row.reservation.pages[node.start // page : node.end // page] = node.pages(page)
+                moved.append(index)
+        return moved
