@@ -1,0 +1,101 @@
+"""Flags that the binaries share, and how a binary starts: errors for the user, compiled programs
+kept on disk."""
+
+import os
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from absl import app, flags, logging
+from ml_collections import ConfigDict
+
+from experiments.report import check_out_folder
+from kvgrain_jax.errors import ConfigError, KVGrainError
+
+OUT = flags.DEFINE_string(
+    "out", None, "Folder for result.json and pictures; the config's if unset."
+)
+COMPILATION_CACHE = flags.DEFINE_string(
+    "compilation_cache",
+    None,
+    "Folder that keeps compiled programs, so that a second start is fast; kvgrain-jax in the user's "
+    "cache folder if unset, nothing is kept if 'none'.",
+)
+
+
+INTERRUPTED = 130  # exit code of a program that Ctrl-C ended
+
+
+def run(main: Callable[[], int | None]) -> None:
+    """Runs a binary: parses flags, then ``main()``; its value is the exit code.
+
+    An error that KVGrain raises on purpose is printed as a sentence, without a stack trace, and
+    gives exit code 1; Ctrl-C gives 130.
+    """
+
+    def guarded(argv: list[str]) -> int | None:
+        if len(argv) > 1:
+            raise app.UsageError(f"{argv[1]!r} is not a flag of this binary.")
+        try:
+            if not flags.FLAGS["verbosity"].present:
+                logging.set_verbosity(logging.WARNING)
+            keep_compiled_programs(COMPILATION_CACHE.value)
+            return main()
+        except KVGrainError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            print("Interrupted.", file=sys.stderr)
+            return INTERRUPTED
+
+    app.run(guarded, flags_parser=_parse)
+
+
+def read_config(holder: flags.FlagHolder[ConfigDict]) -> dict[str, Any]:
+    """Fields of the config that a flag names.
+
+    Raises:
+      ConfigError: the file cannot be read.
+    """
+    try:
+        return holder.value.to_dict()
+    except OSError as error:
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise ConfigError(f"The config file cannot be read: {reason}.") from error
+
+
+def _parse(argv: list[str]) -> list[str]:
+    """``argv`` without the flags; what is wrong with them is printed as a sentence."""
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        message = str(error)
+    except (AttributeError, KeyError) as error:
+        # ml_collections wraps the error of the dictionary that holds the fields.
+        inner = error.args[0].args[0] if isinstance(error.args[0], Exception) else error.args[0]
+        message = f"The config has no such field: {' '.join(str(inner).split())}"
+    except (TypeError, ValueError) as error:
+        message = f"The config cannot be set so: {error}"
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(1)
+
+
+def keep_compiled_programs(folder: str | None) -> None:
+    """Turns JAX's persistent compilation cache on.
+
+    Args:
+      folder: where; None is ``kvgrain-jax`` in the user's cache folder, ``"none"`` turns it off.
+
+    Raises:
+      ConfigError: the folder that was asked for cannot be written.
+    """
+    if folder == "none":
+        jax.config.update("jax_enable_compilation_cache", False)
+        return
+    if folder is None:
+        base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+        folder = str(pathlib.Path(base) / "kvgrain-jax")
+    jax.config.update("jax_compilation_cache_dir", str(check_out_folder(folder)))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -1,0 +1,80 @@
+"""The demo's workload on the real model: every system generates what a plain forward pass does."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import models
+from configs import demo
+from experiments import workloads
+from experiments.running import engine_configs
+from experiments.workloads import Target
+from kvgrain_jax import Engine
+from models import plain_attend
+
+NEW_TOKENS = 6
+CONTEXT = 704
+
+
+@functools.cache
+def real_model():
+    return models.load("smollm2-135m", dtype="float32")
+
+
+@functools.cache
+def requests_of_the_two_shorter_agents():
+    config = demo.get_config().to_dict()
+    loaded = real_model()
+    target = Target(loaded.model.vocabulary, loaded.model.max_context, loaded.tokenizer)
+    requests = workloads.prepare(config["workload"])(target).requests
+    shortest = sorted(requests, key=lambda request: request.shared_tokens)
+    chosen = [
+        *shortest[:2],
+        *[r for r in shortest if r.shared_tokens > shortest[0].shared_tokens][:2],
+    ]
+    return [
+        dataclasses.replace(request, max_new_tokens=NEW_TOKENS, arrival=0.0) for request in chosen
+    ]
+
+
+@functools.cache
+def plain_forward():
+    loaded = real_model()
+
+    @jax.jit
+    def greedy(tokens, rows):
+        positions = jnp.arange(CONTEXT, dtype=jnp.int32)
+        logits, _ = loaded.model.step(
+            loaded.model.params, tokens, positions, None, plain_attend, rows=rows
+        )
+        return jnp.argmax(logits, axis=-1)
+
+    return greedy
+
+
+def greedy_continuation(prompt, generated):
+    """Token that a forward pass without a cache puts at each generated position."""
+    tokens = np.zeros(CONTEXT, np.int32)
+    tokens[: prompt.size] = prompt
+    tokens[prompt.size : prompt.size + len(generated)] = generated
+    rows = np.full(NEW_TOKENS, prompt.size - 1, np.int32)
+    rows[: len(generated)] += np.arange(len(generated))
+    return np.asarray(plain_forward()(tokens, rows))[: len(generated)].tolist()
+
+
+@pytest.mark.parametrize("system", ["uniform16", "kvgrain"])
+def test_greedy_tokens_equal_a_forward_pass_without_any_cache(system):
+    options = demo.get_config().to_dict()["engine"]
+    options |= {"max_context": CONTEXT, "max_batch": 4, "pool_tokens": 2048, "hot_fraction": 0.5}
+    engine = Engine(real_model().model, engine_configs([system], options)[system])
+    requests = requests_of_the_two_shorter_agents()
+    metrics = engine.run(requests)
+    prompts = {request.id: np.asarray(request.prompt) for request in requests}
+    assert len(metrics.requests) == 4
+    for result in metrics.requests:
+        want = greedy_continuation(prompts[result.id], result.tokens)
+        assert list(result.tokens) == want, result.id
