@@ -17,7 +17,7 @@ def roofline(rows: Sequence[Mapping[str, Any]], ceilings: Ceilings, path: pathli
     from matplotlib import pyplot
 
     bandwidth = max(ceilings.copy, ceilings.read)
-    intensity = np.logspace(-1, 4, 200)
+    intensity = np.logspace(0, 3.8, 200)
     figure, axes = pyplot.subplots(figsize=(10, 6), layout="constrained")
     roof = np.minimum(intensity * bandwidth, ceilings.matmul) / 1e12
     axes.loglog(intensity, roof, color="black", linewidth=1.5, label="measured ceilings")
@@ -29,7 +29,14 @@ def roofline(rows: Sequence[Mapping[str, Any]], ceilings: Ceilings, path: pathli
         if name == "xla":
             continue
         for row, at in zip(own, x, strict=True):
-            axes.annotate(row["case"], (at, row["tflops"]), fontsize=6, alpha=0.8)
+            axes.annotate(
+                row["case"],
+                (at, row["tflops"]),
+                xytext=(6, -2),
+                textcoords="offset points",
+                fontsize=5,
+                alpha=0.8,
+            )
     axes.set_xlabel("FLOP per byte that must move")
     axes.set_ylabel("TFLOP/s")
     axes.grid(which="both", alpha=0.2)

@@ -50,10 +50,11 @@ COLUMNS = (
     "case",
     "implementation",
     "µs",
+    "in kernels",
     "TFLOP/s",
     "TB/s",
     "roofline",
-    "bar",
+    "bar µs",
     "met",
     "speedup over",
 )

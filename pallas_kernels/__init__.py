@@ -1,8 +1,10 @@
 """Attention operations of one decode step, one folder per operation.
 
 Each folder holds the same files: ``api.py`` chooses an implementation, ``xla.py`` is the readable
-specification that runs on any device. Nothing here knows the library above: operations take and
-return plain arrays.
+specification that runs on any device, ``mosaic.py`` is for Hopper GPUs (Pallas Mosaic GPU),
+``triton.py`` for sm_80 and later (Pallas Triton), ``tuning/`` holds knobs measured per device. Not
+every operation has every file. ``baselines`` are kernels of other systems' design, to compare with.
+Nothing here knows the library above: operations take and return plain arrays.
 """
 
 from pallas_kernels.append import append_kv as append_kv
