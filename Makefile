@@ -1,11 +1,13 @@
 # make demo    four agents on a real model, three systems, on the CPU
 # make test    what CI runs: ruff, pyright, pytest
-# Each sets up what it needs in .venv; PYTHON=/path/to/python chooses the interpreter.
+# make test-gpu    the kernels' tests without interpretation, on a machine with a GPU
+# Each of the first two sets up what it needs in .venv; PYTHON=/path/to/python chooses the interpreter.
 
 PY := .venv/bin/python
+PYTHON_GPU ?= python3
 PYTEST_ARGS ?= --numprocesses=2 --dist=loadfile
 
-.PHONY: demo test lint test-only clean
+.PHONY: demo test lint test-only test-gpu clean
 
 demo: .venv/run.stamp
 	$(PY) -m experiments.serve --config=configs/demo.py
@@ -19,6 +21,9 @@ lint: .venv/dev.stamp
 
 test-only: .venv/dev.stamp
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+test-gpu:
+	$(PYTHON_GPU) -m pytest -o addopts= tests/kernels
 
 .venv/run.stamp: pyproject.toml .ci/setup
 	@PYTHON="$(PYTHON)" sh .ci/setup models,plots
