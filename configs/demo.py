@@ -3,7 +3,8 @@
     python -m experiments.serve --config=configs/demo.py        (or: make demo)
 
 Prints an answer of each agent and the table of the three systems, and says whether they generated
-the same tokens: they must, in float32.
+the same tokens: they must, in float32. Three and a half minutes on two CPU cores. Expect identical
+tokens, and `kvgrain` to read some 70 MiB of prefix KV a step where the others read 197.
 """
 
 from ml_collections import ConfigDict

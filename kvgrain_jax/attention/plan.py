@@ -75,7 +75,6 @@ class DecodePlan:
       n_segments: segments that count.
       starts: tokens at the front of each row's context that segments cover, int32; the rest, up
         to the row's length, is read through its page table.
-      prefix_tokens: tokens of all segments, int32: what one step reads of the shared prefixes.
       dense: work list of wide row tiles.
       cascade: work list of narrow row tiles.
     """
@@ -83,7 +82,6 @@ class DecodePlan:
     segments: Int[Array, "C 4"]
     n_segments: Int[Array, ""]
     starts: Int[Array, "B"]
-    prefix_tokens: Int[Array, ""]
     dense: WorkList
     cascade: WorkList
 
@@ -170,7 +168,6 @@ def make_plan(
         segments=jnp.asarray(table),
         n_segments=jnp.int32(len(segments)),
         starts=jnp.asarray(starts),
-        prefix_tokens=jnp.int32(sum(segment.length for segment in segments)),
         dense=make_work_list(segments, dense, work_capacity(dense, n_rows, n_slots, max_segments)),
         cascade=make_work_list(
             segments, cascade, work_capacity(cascade, n_rows, n_slots, max_segments)

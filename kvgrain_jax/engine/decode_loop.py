@@ -85,49 +85,23 @@ def decode_loop(
       row finished and ``return_on_finish`` is set, or when the COLD pool starves.
     """
     head = jax.tree.map(lambda x: x[:n_rows], batch)
-    n_slots = kv.k[0].shape[0]
-
-    def needs_page(rows: Batch):
-        return rows.active & (rows.lengths % page_size == 0)
-
-    def enough_pages(pool, rows):
-        return jnp.sum(needs_page(rows), dtype=jnp.int32) <= pool.n_free
+    n_steps = jnp.minimum(n_steps, max_steps)
 
     def cond(state):
         _, pool, rows, trace, finished = state
         return (
             (trace.n_steps < n_steps)
             & jnp.any(rows.active)
-            & enough_pages(pool, rows)
+            & _enough_pages(pool, rows, page_size)
             & ~(return_on_finish & finished)
         )
 
     def body(state):
         kv, pool, rows, trace, _ = state
-        need = needs_page(rows)
-        pool, new_pages, _ = cold.allocate(pool, need)
-        row = jnp.arange(n_rows, dtype=jnp.int32)
-        page = rows.lengths // page_size
-        pages = rows.pages.at[jnp.where(need, row, n_rows), page].set(new_pages, mode="drop")
-        slots = pages.at[row, page].get(mode="clip") * page_size + rows.lengths % page_size
-        slots = jnp.where(rows.active, slots, n_slots)
-        lengths = jnp.where(rows.active, rows.lengths + 1, 0)
+        pool, pages = _take_pages(pool, rows, page_size)
 
         def run(backend, kv):
-            def attend(kv, layer, q, k, v):
-                kv = buffers.write(kv, layer, slots, k, v)
-                attention = decode_attention(
-                    q,
-                    kv.k[layer],
-                    kv.v[layer],
-                    plan,
-                    pages,
-                    lengths,
-                    backend=backend,
-                    page_size=page_size,
-                )
-                return attention.out.astype(q.dtype), kv
-
+            attend = _attend(rows, pages, plan, backend=backend, page_size=page_size)
             return step(params, rows.tokens, rows.lengths, kv, attend)
 
         n_active = jnp.sum(rows.active, dtype=jnp.int32)
@@ -136,26 +110,15 @@ def decode_loop(
         token = sample(
             logits, rows.temperature, rows.top_k, rows.top_p, rows.seed, rows.n_generated
         )
-        ended = (rows.remaining <= 1) | jnp.any(token[:, None] == rows.stop_tokens, axis=1)
-        finished = rows.active & ended
-        one = rows.active.astype(jnp.int32)
-        trace = DecodeTrace(
+        trace = dataclasses.replace(
+            trace,
             tokens=trace.tokens.at[trace.n_steps].set(jnp.where(rows.active, token, -1)),
             backend=trace.backend.at[trace.n_steps].set(choice),
             rows=trace.rows.at[trace.n_steps].set(n_active),
             n_steps=trace.n_steps + 1,
-            starved=trace.starved,
         )
-        rows = dataclasses.replace(
-            rows,
-            tokens=jnp.where(rows.active, token, rows.tokens),
-            lengths=rows.lengths + one,
-            pages=pages,
-            active=rows.active & ~ended,
-            remaining=rows.remaining - one,
-            n_generated=rows.n_generated + one,
-        )
-        return kv, pool, rows, trace, jnp.any(finished)
+        after = _advance(rows, token, pages)
+        return kv, pool, after, trace, jnp.any(rows.active & ~after.active)
 
     trace = DecodeTrace(
         tokens=jnp.full((max_steps, n_rows), -1, jnp.int32),
@@ -164,8 +127,64 @@ def decode_loop(
         n_steps=jnp.int32(0),
         starved=jnp.bool_(False),
     )
-    n_steps = jnp.minimum(n_steps, max_steps)
     kv, pool, head, trace, _ = lax.while_loop(cond, body, (kv, pool, head, trace, jnp.bool_(False)))
-    starved = jnp.any(head.active) & ~enough_pages(pool, head)
+    starved = jnp.any(head.active) & ~_enough_pages(pool, head, page_size)
     batch = jax.tree.map(lambda x, y: x.at[:n_rows].set(y), batch, head)
     return kv, pool, batch, dataclasses.replace(trace, starved=starved)
+
+
+def _needs_page(rows: Batch, page_size: int):
+    """Rows whose next token is the first of a page."""
+    return rows.active & (rows.lengths % page_size == 0)
+
+
+def _enough_pages(pool: cold.ColdState, rows: Batch, page_size: int):
+    return jnp.sum(_needs_page(rows, page_size), dtype=jnp.int32) <= pool.n_free
+
+
+def _take_pages(pool: cold.ColdState, rows: Batch, page_size: int):
+    """Pop a page for each row that needs one; the pool and the page tables with it."""
+    n_rows = rows.lengths.shape[0]
+    need = _needs_page(rows, page_size)
+    pool, new_pages, _ = cold.allocate(pool, need)
+    row = jnp.where(need, jnp.arange(n_rows, dtype=jnp.int32), n_rows)
+    return pool, rows.pages.at[row, rows.lengths // page_size].set(new_pages, mode="drop")
+
+
+def _attend(rows: Batch, pages, plan: DecodePlan, *, backend: str, page_size: int):
+    """What the model calls in each layer: append the new keys and values, then attend."""
+    row = jnp.arange(rows.lengths.shape[0], dtype=jnp.int32)
+    page = pages.at[row, rows.lengths // page_size].get(mode="clip")
+    place = page * page_size + rows.lengths % page_size
+
+    def attend(kv: KVCache, layer: int, q, k, v):
+        slots = jnp.where(rows.active, place, kv.k[layer].shape[0])
+        kv = buffers.write(kv, layer, slots, k, v)
+        attention = decode_attention(
+            q,
+            kv.k[layer],
+            kv.v[layer],
+            plan,
+            pages,
+            jnp.where(rows.active, rows.lengths + 1, 0),
+            backend=backend,
+            page_size=page_size,
+        )
+        return attention.out.astype(q.dtype), kv
+
+    return attend
+
+
+def _advance(rows: Batch, token, pages) -> Batch:
+    """The rows after a step in which each active one drew ``token``."""
+    ended = (rows.remaining <= 1) | jnp.any(token[:, None] == rows.stop_tokens, axis=1)
+    one = rows.active.astype(jnp.int32)
+    return dataclasses.replace(
+        rows,
+        tokens=jnp.where(rows.active, token, rows.tokens),
+        lengths=rows.lengths + one,
+        pages=pages,
+        active=rows.active & ~ended,
+        remaining=rows.remaining - one,
+        n_generated=rows.n_generated + one,
+    )

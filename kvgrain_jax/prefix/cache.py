@@ -278,20 +278,28 @@ class PrefixCache:
         return tuple(promoted)
 
     def _take_slab(self, n: int) -> int | None:
-        """Take ``n`` HOT slots; evicts only if that makes a large enough hole."""
+        """Take ``n`` HOT slots; takes back and evicts only what makes a large enough hole."""
         base = self.ledger.take_slab(n)
-        if base is None and self.ledger.lent:
-            self.ledger.take_back()
+        if base is None and self.ledger.lent and self._has_hole(n, self.geometry.n_hot):
+            self._take_back()
             base = self.ledger.take_slab(n)
-        if base is None and self._hole_after_eviction(n):
+        if base is None and self._has_hole(n, self.ledger.hot_limit):
             while base is None and (victim := self.index.evict_one("hot")):
                 self.ledger.free(victim)
                 base = self.ledger.take_slab(n)
         return base
 
-    def _hole_after_eviction(self, n: int) -> bool:
+    def _take_back(self) -> None:
+        """Take lent pages back to HOT; cached tokens of finished requests in them are evicted."""
+        in_use = self.ledger.lent_in_use()
+        if in_use:
+            self.ledger.free(self.index.evict_range(*self.ledger.lent_range, in_use))
+        self.ledger.take_back()
+
+    def _has_hole(self, n: int, limit: int) -> bool:
+        """Whether ``n`` slots below ``limit`` are free once all that can be evicted is."""
         align = self.geometry.slab_align
-        start, limit = 0, self.ledger.hot_limit
+        start = 0
         for lo, hi in [*self._fixed_ranges(), (limit, limit)]:
             if lo - math.ceil(start / align) * align >= n:
                 return True

@@ -77,6 +77,18 @@ class PoolLedger:
         """End of the HOT region as lending has left it."""
         return self.geometry.n_hot - self.lent * self.geometry.page_size
 
+    @property
+    def lent_range(self) -> tuple[int, int]:
+        """Page numbers ``[first, stop)`` that HOT has lent."""
+        page = self.geometry.page_size
+        return self.hot_limit // page, self.geometry.n_hot // page
+
+    def lent_in_use(self) -> int:
+        """Lent pages that are not free; looks at the device."""
+        first, stop = self.lent_range
+        free = np.asarray(self.pools.cold.free)[: self.cold_free]
+        return self.lent - int(np.count_nonzero((free >= first) & (free < stop)))
+
     def take_slab(self, n: int) -> int | None:
         """Take ``n`` contiguous HOT slots; the base, or None where they do not fit."""
         state, base = _allocate_slab(self.pools.hot, n)

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvgrain_jax.errors import ConfigError, KVGrainError
 from kvgrain_jax.prefix import checks, integrity
-from kvgrain_jax.prefix.node import Hot, Node, Piece, Size
+from kvgrain_jax.prefix.node import Cold, Hot, Node, Piece, Size
 from kvgrain_jax.prefix.pieces import Duplicate, cut, duplicates
 from kvgrain_jax.prefix.tree import Tree
 
@@ -285,6 +285,40 @@ class RadixIndex:
             freed += victim
             tokens = sum(piece.length for piece in victim if piece.is_hot == (pool == "hot"))
             needed -= tokens if pool == "hot" else tokens // self.page_size
+        return freed
+
+    def evict_range(self, first: int, stop: int, needed: int) -> list[Piece]:
+        """Evict what lies in the pages ``[first, stop)``, if that frees ``needed`` of them.
+
+        For taking lent pages back. It walks the whole tree, so it is not for every request.
+
+        Args:
+          first, stop: range of page numbers.
+          needed: pages of the range that are in use; the index must own all of them.
+
+        Returns:
+          What the index no longer owns, inside the range and outside; empty, and nothing evicted,
+          if a locked node lies in the range or if somebody else owns a page of it.
+        """
+        inside: list[Node] = []
+        owned = 0
+        stack = [self.root]
+        while stack:
+            node = stack.pop()
+            stack += node.children.values()
+            if isinstance(node.tag, Cold):
+                pages = node.tag.pages
+                count = int(np.count_nonzero((pages >= first) & (pages < stop)))
+                if count and node.lock_count:
+                    return []
+                owned += count
+                inside += [node] if count else []
+        if owned != needed:
+            return []
+        freed: list[Piece] = []
+        for node in inside:
+            if node.parent is not None:  # not gone with a node above it
+                freed += self._tree.detach(node)
         return freed
 
     def evict_one(self, pool: str) -> list[Piece]:

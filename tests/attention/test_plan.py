@@ -56,7 +56,7 @@ def test_starts_count_the_tokens_that_segments_cover():
     segments = find_segments([[A, B], [A], []])
     plan = make_plan(segments, n_rows=4, n_slots=512, max_segments=4)
     assert plan.starts.tolist() == [150, 100, 0, 0]
-    assert int(plan.prefix_tokens) == 150
+    assert int(plan.n_segments) == 2
 
 
 @pytest.mark.parametrize(

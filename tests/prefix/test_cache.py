@@ -383,6 +383,31 @@ def test_lent_slots_come_back_when_all_are_free_and_a_slab_needs_them(cache):
     assert cache.ledger.lent == 0
 
 
+def test_cached_tokens_of_finished_requests_do_not_keep_lent_slots_from_a_slab(cache):
+    first, second = cache.admit(tokens("a", 40)), cache.admit(tokens("b", 20))
+    for request in (first, second):
+        cache.complete(request)
+        cache.end(request)
+    assert (cache.ledger.lent, cache.ledger.lent_in_use()) == (20, 20)
+    request = cache.admit(tokens("c", 20), shared=20)
+    assert is_slab(request.pages)
+    assert cache.ledger.lent == 0
+    assert cache.index.match(tokens("a", 40)).length == 40  # lies in COLD, so it stays cached
+    assert cache.index.match(tokens("b", 20)).length == 0
+
+
+def test_nothing_is_evicted_for_lent_slots_that_a_running_request_keeps(cache):
+    first, second = cache.admit(tokens("a", 40)), cache.admit(tokens("b", 20))
+    third = cache.admit(tokens("d", 2))
+    for request in (first, second, third):
+        cache.complete(request)
+    cache.end(first)
+    cache.end(second)
+    request = cache.admit(tokens("c", 20), shared=20)
+    assert request.slab is None
+    assert cache.index.match(tokens("b", 20)).length == 20
+
+
 def test_lent_slots_that_are_promised_to_a_request_stay_lent(cache):
     first = cache.admit(tokens("a", 10), max_new=41)  # may take 40 pages more; 10 of them are lent
     request = cache.admit(tokens("b", 22), shared=22)
