@@ -102,8 +102,13 @@ class PoolLedger:
         """Take ``n`` COLD pages, at most ``row_pages``.
 
         Raises:
-          PoolExhausted: fewer are free; nothing was taken.
+          PoolExhausted: fewer are free, or a request never holds so many; nothing was taken.
         """
+        if n > self.row_pages:
+            raise PoolExhausted(
+                f"{n} COLD pages were asked for at once; one request holds at most "
+                f"{self.row_pages}. Raise max_context."
+            )
         need = np.arange(self.row_pages) < n
         state, pages, ok = _allocate_pages(self.pools.cold, need)
         self.pools = dataclasses.replace(self.pools, cold=state)

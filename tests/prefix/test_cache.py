@@ -408,6 +408,14 @@ def test_nothing_is_evicted_for_lent_slots_that_a_running_request_keeps(cache):
     assert cache.index.match(tokens("b", 20)).length == 20
 
 
+def test_more_pages_than_a_request_holds_are_refused_and_none_is_taken(cache):
+    free = cache.ledger.cold_free
+    with pytest.raises(PoolExhausted, match="at most 72"):
+        cache.ledger.take_pages(ROW_PAGES + 1)
+    assert cache.ledger.cold_free == free
+    cache.check()
+
+
 def test_lent_slots_that_are_promised_to_a_request_stay_lent(cache):
     first = cache.admit(tokens("a", 10), max_new=41)  # may take 40 pages more; 10 of them are lent
     request = cache.admit(tokens("b", 22), shared=22)
