@@ -27,6 +27,8 @@ def get_config() -> ConfigDict:
         hot_fraction=0.4,
         chunk_tokens=128,
         decode_steps=8,
+        # On a CPU dense wins always (m_sat 1); a threshold of 8 rows lets both backends be seen.
+        m_sat=24,
     )
     config.workload = workload_fields(
         "agents",
