@@ -8,7 +8,7 @@ from kvgrain_jax.attention.dispatch import make_rule as make_rule
 from kvgrain_jax.attention.partial import AttentionPartial as AttentionPartial
 from kvgrain_jax.attention.partial import merge as merge
 from kvgrain_jax.attention.plan import DecodePlan as DecodePlan
-from kvgrain_jax.attention.plan import Piece as Piece
+from kvgrain_jax.attention.plan import HotPiece as HotPiece
 from kvgrain_jax.attention.plan import Segment as Segment
 from kvgrain_jax.attention.plan import find_segments as find_segments
 from kvgrain_jax.attention.plan import make_plan as make_plan

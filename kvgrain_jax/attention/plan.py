@@ -16,7 +16,7 @@ from jaxtyping import Array, Int
 from kvgrain_jax.errors import ConfigError
 
 
-class Piece(NamedTuple):
+class HotPiece(NamedTuple):
     """A contiguous range of slots at the front of a row's context.
 
     ``owner`` names the prefix class: two rows share a piece if and only if the whole piece is
@@ -86,7 +86,7 @@ class DecodePlan:
     cascade: WorkList
 
 
-def find_segments(rows: Sequence[Sequence[Piece]]) -> list[Segment]:
+def find_segments(rows: Sequence[Sequence[HotPiece]]) -> list[Segment]:
     """Segments of rows whose contexts begin with contiguous pieces.
 
     Adjacent rows that hold the same piece at the same depth share one segment (nested segments:

@@ -91,8 +91,10 @@ def make_prefill_plan(
       tiling: tile of the work lists.
     """
     hot, hot_positions, cold, cold_positions = [], [], [], []
+    first_of_token: dict[int, int] = {}  # first token of a part in the chunk, to its position
     token = 0
     for part in parts:
+        first_of_token[token] = part.first
         seen = part.first + part.n_tokens
         position = 0
         for base, length in part.hot:
@@ -105,11 +107,6 @@ def make_prefill_plan(
             base = part.row * row_tokens + position
             cold.append(Segment(base, seen - position, token, part.n_tokens))
             cold_positions.append(position)
-        token += part.n_tokens
-    first_of_token = {}
-    token = 0
-    for part in parts:
-        first_of_token[token] = part.first
         token += part.n_tokens
 
     def causal(segments: list[Segment], positions: list[int], capacity: int) -> CausalSegments:

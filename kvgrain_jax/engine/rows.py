@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvgrain_jax.attention import DecodePlan, Piece, Segment, find_segments, make_plan
+from kvgrain_jax.attention import DecodePlan, HotPiece, Segment, find_segments, make_plan
 from kvgrain_jax.engine.request import Request
 from kvgrain_jax.prefix import PrefixCache, Reservation
 
@@ -106,7 +106,7 @@ def plan_batch(
         segments = [Segment(0, common, 0, len(decoding))] if common else []
         n_slots = cache.row_pages * cache.geometry.page_size
     else:
-        pieces = [[Piece(*p) for p in cache.hot_pieces(row.reservation)] for row in decoding]
+        pieces = [[HotPiece(*p) for p in cache.hot_pieces(row.reservation)] for row in decoding]
         depth = max((len(p) for p in pieces), default=0)
         segments = find_segments(pieces)
         while len(segments) > max_segments:

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvgrain_jax import ConfigError, Segment, find_segments, make_plan
-from kvgrain_jax.attention.plan import Piece, Tiling, make_work_list, work_capacity
+from kvgrain_jax.attention.plan import HotPiece, Tiling, make_work_list, work_capacity
 
-A, B, C = Piece(1, 0, 100), Piece(2, 128, 50), Piece(3, 256, 30)
+A, B, C = HotPiece(1, 0, 100), HotPiece(2, 128, 50), HotPiece(3, 256, 30)
 
 
 def test_adjacent_rows_of_a_class_share_one_segment():
@@ -38,17 +38,17 @@ def test_sharing_needs_the_same_outer_pieces():
 
 
 def test_classes_are_told_apart_by_owner_not_by_place_or_length():
-    rows = [[Piece(1, 0, 100)], [Piece(7, 0, 100)]]
+    rows = [[HotPiece(1, 0, 100)], [HotPiece(7, 0, 100)]]
     assert len(find_segments(rows)) == 2
 
 
 def test_halves_of_a_split_slab_read_by_the_same_rows_become_one_segment():
-    halves = [Piece(1, 0, 60), Piece(2, 60, 40)]
+    halves = [HotPiece(1, 0, 60), HotPiece(2, 60, 40)]
     assert find_segments([halves, halves]) == [Segment(0, 100, 0, 2)]
 
 
 def test_halves_of_a_split_slab_read_by_different_rows_stay_apart():
-    rows = [[Piece(1, 0, 60), Piece(2, 60, 40)], [Piece(1, 0, 60)]]
+    rows = [[HotPiece(1, 0, 60), HotPiece(2, 60, 40)], [HotPiece(1, 0, 60)]]
     assert find_segments(rows) == [Segment(0, 60, 0, 2), Segment(60, 40, 0, 1)]
 
 

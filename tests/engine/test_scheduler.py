@@ -6,7 +6,7 @@ from watched_cache import COLD_PAGES, HOT_PAGES, WatchedCache
 
 from kvgrain_jax import KVGrainError, Request, RequestError
 from kvgrain_jax.attention import find_segments
-from kvgrain_jax.attention.plan import Piece
+from kvgrain_jax.attention.plan import HotPiece
 from kvgrain_jax.engine.scheduler import Admission, Scheduler
 
 
@@ -222,7 +222,9 @@ def test_rows_that_share_a_prefix_lie_next_to_each_other_behind_them_those_in_pr
     order = line.sort()
     assert [["a1", "b1", "a2"][i] for i in order] == line.names()
     assert sorted(line.names()[:2]) == ["a1", "a2"] or sorted(line.names()[1:]) == ["a1", "a2"]
-    pieces = [[Piece(*p) for p in line.cache.hot_pieces(row.reservation)] for row in line.running]
+    pieces = [
+        [HotPiece(*p) for p in line.cache.hot_pieces(row.reservation)] for row in line.running
+    ]
     assert sorted(segment.n_rows for segment in find_segments(pieces)) == [1, 2]
     assert line.sort() is None
 
