@@ -64,12 +64,12 @@ def decode_step(
     with console.status(f"loading {config['model']}"):
         model = models.load(config["model"], dtype=config["dtype"]).model
     with console.status("compiling and computing the prompts"):
-        engines = {name: _ready_engine(model, system, config) for name, system in systems.items()}
+        engines = {name: ready_engine(model, system, config) for name, system in systems.items()}
     times: dict[str, list[float]] = {name: [] for name in systems}
     with console.status("timing"):
         for _ in range(config["repeats"]):
             for name, engine in engines.items():
-                times[name].append(_time_turn(engine, config))
+                times[name].append(time_turn(engine, config))
     rows = _rows(engines, times)
     path = report.write_result(folder, "decode_step", config, rows)
     console.print(_table(config, rows))
@@ -80,14 +80,14 @@ def decode_step(
 def _output_tokens(config: Mapping[str, Any]) -> int:
     """Enough for all turns; none of the rows may finish before the last one.
 
-    The first rows decode already while the suffixes of the others are computed, a few at a time.
+    The first rows decode already while the prompts of the others are computed, a few at a time.
     """
-    suffixes = config["batch"] * (config["suffix_tokens"] + 1)
-    early = (
-        -(-suffixes // config["engine"].get("chunk_tokens", EngineConfig.chunk_tokens))
-        + -(-config["batch"] // 4)
-        + 1
-    )
+    engine, prefix = config["engine"], config["prefix_tokens"]
+    others = 0 if isinstance(prefix, int) else sum(prefix) - prefix[0]
+    prompts = others + config["batch"] * (config["suffix_tokens"] + 1)
+    tokens = engine.get("chunk_tokens", EngineConfig.chunk_tokens)
+    requests = engine.get("chunk_requests", EngineConfig.chunk_requests)
+    early = -(-prompts // tokens) + 2 * -(-config["batch"] // requests) + 1
     return (early + WARMUP_TURNS + config["repeats"]) * config["steps"] + 1
 
 
@@ -111,8 +111,15 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _ready_engine(model: Model, system: EngineConfig, config: Mapping[str, Any]) -> Engine:
-    """An engine whose batch is full and past its prompts."""
+def ready_engine(model: Model, system: EngineConfig, config: Mapping[str, Any]) -> Engine:
+    """An engine whose batch is full and past its prompts.
+
+    Args:
+      model: the language model.
+      system: the engine's configuration, with room for the rows.
+      config: ``SIZES`` and the section ``engine`` of a config; ``prefix_tokens`` may be several
+        lengths, of as many prefixes.
+    """
     make = prepare(
         {
             "kind": "synthetic",
@@ -135,7 +142,7 @@ def _ready_engine(model: Model, system: EngineConfig, config: Mapping[str, Any])
     return engine
 
 
-def _time_turn(engine: Engine, config: Mapping[str, Any]) -> float:
+def time_turn(engine: Engine, config: Mapping[str, Any]) -> float:
     """Seconds of one decode step, averaged over the steps of a turn."""
     done = len(engine.metrics.steps)
     begin = time.perf_counter()

@@ -71,7 +71,9 @@ def _parse(argv: list[str]) -> list[str]:
     try:
         return flags.FLAGS(argv)
     except flags.Error as error:
-        message = str(error)
+        message = str(error).strip()
+        if "Traceback" in message:  # a config file that raised; the last line says what
+            message = message.splitlines()[-1].rpartition("Error: ")[2]
     except (AttributeError, KeyError) as error:
         # ml_collections wraps the error of the dictionary that holds the fields.
         inner = error.args[0].args[0] if isinstance(error.args[0], Exception) else error.args[0]

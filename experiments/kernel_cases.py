@@ -16,6 +16,7 @@ import numpy as np
 import pallas_kernels
 from experiments.kernel_timing import normal
 from pallas_kernels.segment_attention import Schedule, build_schedule, tiles_for
+from pallas_kernels.split_kv_decode import longest_first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,7 @@ class HeadShape:
 
 ARG_SPECS = {
     "llama-3.1-8b": HeadShape(8, 4, 128),
+    "qwen2.5-14b": HeadShape(8, 5, 128),
     "qwen2.5-14b/tp2": HeadShape(4, 5, 128),
     "qwen2.5-32b/tp4": HeadShape(2, 5, 128),
     "qwen3-4b": HeadShape(8, 4, 128),
@@ -63,7 +65,8 @@ class Case:
       steps: for each implementation the step over ``args``.
       flops: floating-point operations.
       n_bytes: fewest bytes.
-      bar: what to reach: ``("matmul", fraction)`` or ``("us", microseconds)``; None without one.
+      bar: what to reach: ``("matmul", fraction)``, ``("us", microseconds)``, or the name of a case
+        measured before and the multiple of its time; None without one.
       peers: microseconds of other systems on the same work, on an H200.
       in_place: a step's output is the first of the next one's arrays.
       n_turns: sets of inputs that take turns.
@@ -88,13 +91,16 @@ def prefix_case(
     rotate: int = 1,
     tiles: tuple[int, int] | None = None,
     implementations: Sequence[str] = ("mosaic",),
+    merged: bool = True,
     dtype: Any = jnp.bfloat16,
     **more: Any,
 ) -> Case:
     """Segment attention of ``classes``: (rows, prefix tokens) of each.
 
-    ``rotate`` sets of slabs take turns, so that a run does not find its keys in the cache.
+    ``rotate`` sets of slabs take turns, so that a run does not find its keys in the cache. Without
+    ``merged`` the kernels leave their partials.
     """
+    attend = pallas_kernels.segment_attention if merged else pallas_kernels.segment_partials
     span = sum(-(-length // 128) * 128 for _, length in classes)
     segments, base, row = [], 0, 0
     for rows, length in classes:
@@ -116,7 +122,7 @@ def prefix_case(
     def step(implementation: str) -> Step:
         def run(turn, q, k, v, plans):
             schedule, table, work = plans[turn % rotate]
-            return pallas_kernels.segment_attention(
+            return attend(
                 q,
                 k,
                 v,
@@ -200,12 +206,14 @@ def suffix_case(
     implementations: Sequence[str] = ("triton",),
     knobs: Mapping[str, int] | None = None,
     splits: tuple[int, ...] | None = None,
+    ordered: bool = False,
     dtype: Any = jnp.bfloat16,
     **more: Any,
 ) -> Case:
     """Split-KV decode of rows of ``lengths`` tokens in random pages.
 
-    ``knobs`` times the kernel itself with these, as implementation ``triton``.
+    ``knobs`` times the Triton kernel itself with these, as implementation ``triton``. ``ordered``
+    starts the longest rows first; their order, found once a decode step, is not part of the time.
     """
     rng, n_rows = np.random.default_rng(0), len(lengths)
     needed = -(-lengths // page_size)
@@ -217,9 +225,13 @@ def suffix_case(
     q = shape.queries(n_rows, dtype)
     k, v = shape.pools(n_pages * page_size, dtype)
 
+    starts, ends = jnp.zeros(n_rows, jnp.int32), jnp.asarray(lengths, jnp.int32)
+    order = longest_first(starts, ends) if ordered else None
+
     def step(implementation: str) -> Step:
-        def run(_, q, k, v, pages, starts, lengths):
+        def run(_, q, k, v, pages, starts, lengths, order, prefix=None, out_dtype=jnp.float32):
             options = {"page_size": page_size, "scale": shape.head_dim**-0.5, "splits": splits}
+            options |= {"order": order, "prefix": prefix, "out_dtype": out_dtype}
             if knobs is not None:
                 from pallas_kernels.split_kv_decode import triton
 
@@ -234,14 +246,7 @@ def suffix_case(
 
     return Case(
         name,
-        (
-            q,
-            k,
-            v,
-            jnp.asarray(pages),
-            jnp.zeros(n_rows, jnp.int32),
-            jnp.asarray(lengths, jnp.int32),
-        ),
+        (q, k, v, jnp.asarray(pages), starts, ends, order),
         {implementation: step(implementation) for implementation in implementations},
         shape.flops(int(lengths.sum())),
         shape.kv_bytes(int(lengths.sum()), dtype),
@@ -250,24 +255,31 @@ def suffix_case(
 
 
 def whole_case(
-    name: str, shape: HeadShape, n_rows: int, prefix: int, suffix: int, **more: Any
+    name: str,
+    shape: HeadShape,
+    n_rows: int,
+    prefix: int,
+    suffix: int,
+    *,
+    prefix_kernel: str = "mosaic",
+    **more: Any,
 ) -> Case:
-    """Prefix, suffix and merge of one layer's decode attention, page size 1."""
-    prefix_part = prefix_case("", shape, [(n_rows, prefix)])
+    """One layer's decode attention, page size 1: the suffix kernel merges the prefix's partials."""
+    prefix_part = prefix_case(
+        "", shape, [(n_rows, prefix)], implementations=(prefix_kernel,), merged=False
+    )
     suffix_part = suffix_case("", shape, np.full(n_rows, suffix))
-    first, second = prefix_part.steps["mosaic"], suffix_part.steps["triton"]
+    first, second = prefix_part.steps[prefix_kernel], suffix_part.steps["triton"]
     n_prefix = len(prefix_part.args)
 
     def run(i, q, *args):
-        a = first(i, q, *args[: n_prefix - 1])
-        b = second(i, q, *args[n_prefix - 1 :])
-        outs, lses = (jnp.stack(parts) for parts in zip(a, b, strict=True))
-        return pallas_kernels.merge_partials(outs, lses)[0].astype(q.dtype)
+        partials = first(i, q, *args[: n_prefix - 1])
+        return second(i, q, *args[n_prefix - 1 :], prefix=partials, out_dtype=q.dtype)
 
     return Case(
         name,
         (*prefix_part.args, *suffix_part.args[1:]),
-        {"mosaic+triton": run},
+        {f"{prefix_kernel}+triton": run},
         prefix_part.flops + suffix_part.flops,
         prefix_part.n_bytes + suffix_part.n_bytes,
         **more,

@@ -9,6 +9,7 @@ GPU spent inside the step's kernels is measured beside it.
 
 import concurrent.futures
 import dataclasses
+import math
 import os
 import statistics
 import time
@@ -19,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-UNROLL = 8  # runs in one iteration of the loop, which itself costs about 10 µs
+UNROLL = 16  # runs in one iteration of the loop, which itself costs about 10 µs
+LONG_CALL_SECONDS = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +44,11 @@ class TimedLoop:
     n_turns: int
 
     def microseconds(self, repeats: int = 9) -> float:
-        """Median over ``repeats`` calls of the time of one run."""
+        """Median over ``repeats`` calls of the time of one run; over three where calls are long."""
+        begin = time.perf_counter()
         jax.block_until_ready(self.call(*self.args))
+        if time.perf_counter() - begin > LONG_CALL_SECONDS:
+            repeats = min(repeats, 3)
         times = []
         for _ in range(repeats):
             begin = time.perf_counter()
@@ -86,25 +91,26 @@ def compile_loop(
     """Compile a loop that runs ``step(turn, *args)`` ``runs`` times.
 
     Args:
-      step: gets a number below ``UNROLL``, to take turns among inputs, and ``args``.
+      step: gets a number below ``n_turns`` and ``args``.
       args: arrays on the device.
-      runs: runs in one call, a multiple of ``UNROLL``.
+      runs: runs in one call, best a multiple of ``UNROLL``.
       in_place: a step's output is the first argument of the next one; otherwise all get the same.
-      n_turns: inputs among which the step takes turns, a divisor of ``UNROLL``.
+      n_turns: inputs among which the step takes turns, a divisor of ``UNROLL`` and ``runs``.
     """
 
     # Jitted apart, the step is traced and lowered once for each of the turns, not for each run.
     step = jax.jit(step, static_argnums=0)
+    unrolled = math.gcd(runs, UNROLL)
 
     @jax.jit
     def loop(first: Any, *others: Any) -> Any:
         def body(_: jax.Array, first: Any) -> Any:
-            for turn in range(UNROLL):
+            for turn in range(unrolled):
                 out = step(turn % n_turns, first, *others)
                 first = out if in_place else _after(first, out)
             return first
 
-        return lax.fori_loop(0, runs // UNROLL, body, first)
+        return lax.fori_loop(0, runs // unrolled, body, first)
 
     def each_turn(*args: Any) -> list[Any]:
         return [step(turn, *args) for turn in range(n_turns)]

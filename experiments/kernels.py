@@ -12,26 +12,17 @@ once the host launches ahead.
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import rich.console
 from absl import flags
 
 from experiments import flags as shared_flags
 from experiments import kernel_picture, report
-from experiments.kernel_cases import (
-    ARG_SPECS,
-    LLAMA,
-    QWEN_RANK,
-    Case,
-    append_case,
-    prefix_case,
-    suffix_case,
-    whole_case,
-)
+from experiments.kernel_cases import Case
+from experiments.kernel_sweep import cases
 from experiments.kernel_timing import (
     Ceilings,
     TimedLoop,
@@ -60,126 +51,6 @@ COLUMNS = (
 )
 
 
-def cases() -> Iterator[tuple[str, Callable[[], Case]]]:
-    """Names and makers of the cases; only those that are chosen are made."""
-    everywhere = ("mosaic", "triton", "xla")
-    for prefix, bar, peer in ((16384, 0.85, 189.0), (8192, 0.75, 103.0), (2048, 0.55, 43.0)):
-        yield (
-            f"dense prefix B256 P{prefix}",
-            lambda p=prefix, b=bar, f=peer: prefix_case(
-                f"dense prefix B256 P{p}",
-                LLAMA,
-                [(256, p)],
-                implementations=everywhere if p == 8192 else ("mosaic", "triton"),
-                bar=("matmul", b),
-                peers={"flashinfer prefix": f},
-            ),
-        )
-    yield (
-        "four classes B256 P2K-16K",
-        lambda: prefix_case(
-            "four classes B256 P2K-16K",
-            LLAMA,
-            [(64, 2048), (64, 4096), (64, 8192), (64, 16384)],
-            bar=("matmul", 0.6),
-        ),
-    )
-    yield (
-        "few heads B256 P8192",
-        lambda: prefix_case(
-            "few heads B256 P8192",
-            QWEN_RANK,
-            [(256, 8192)],
-            bar=("matmul", 0.55),
-            peers={"flashinfer prefix": 49.0},
-        ),
-    )
-    for n_rows, bar, peers in ((32, 25.0, {"flashinfer prefix": 34.0}), (8, 16.0, {})):
-        yield (
-            f"cascade prefix B{n_rows} P8192",
-            lambda n=n_rows, b=bar, f=peers: prefix_case(
-                f"cascade prefix B{n} P8192",
-                LLAMA,
-                [(n, 8192)],
-                rotate=4,
-                implementations=("mosaic", "triton"),
-                bar=("us", b),
-                peers=f,
-            ),
-        )
-    yield (
-        "suffix B256 S256",
-        lambda: suffix_case(
-            "suffix B256 S256",
-            LLAMA,
-            np.full(256, 256),
-            implementations=("triton", "xla"),
-            bar=("us", 80.0),
-            peers={"flashinfer suffix": 95.0},
-        ),
-    )
-    lengths = np.random.default_rng(1).integers(1, 512, 256)
-    lengths = _with_sum(lengths, 256 * 256)
-    for splits in (None, (2,) * LLAMA.n_kv_heads):
-        name = "suffix B256 S1-511" + (", two splits" if splits else "")
-        yield name, lambda n=name, s=splits: suffix_case(n, LLAMA, lengths, splits=s)
-    for prefix, bar, peer in ((8192, 160.0, 977.0), (16384, 215.0, 1874.0)):
-        yield (
-            f"whole B256 P{prefix} S256",
-            lambda p=prefix, b=bar, f=peer: whole_case(
-                f"whole B256 P{p} S256",
-                LLAMA,
-                256,
-                p,
-                256,
-                bar=("us", b),
-                peers={"flashinfer paged": f},
-            ),
-        )
-    yield "append B256", lambda: append_case("append B256", LLAMA, 256, 1 << 17)
-    for model, shape in ARG_SPECS.items():
-        yield (
-            f"{model} dense B128 P4096",
-            lambda m=model, s=shape: prefix_case(f"{m} dense B128 P4096", s, [(128, 4096)]),
-        )
-        yield (
-            f"{model} suffix B128 S256",
-            lambda m=model, s=shape: suffix_case(f"{m} suffix B128 S256", s, np.full(128, 256)),
-        )
-    yield "baseline uniform16 B256 P8192 S256", _uniform
-    for shared in (True, False):
-        yield f"baseline two layouts shared={shared}", lambda s=shared: _layout(s)
-
-
-def _with_sum(lengths: np.ndarray, total: int) -> np.ndarray:
-    """Lengths in 1 to 511, some of them moved by one, so that they add up to ``total``."""
-    step = 1 if lengths.sum() < total else -1
-    while lengths.sum() != total:
-        free = np.flatnonzero((lengths + step >= 1) & (lengths + step <= 511))
-        lengths[free[: abs(int(total - lengths.sum()))]] += step
-    return lengths
-
-
-def _uniform() -> Case:
-    from experiments.kernel_baseline_cases import uniform_case
-
-    return uniform_case(
-        "baseline uniform16 B256 P8192 S256",
-        LLAMA,
-        256,
-        8192,
-        256,
-        bar=("us", 977.0 * 1.15),
-        peers={"flashinfer paged": 977.0},
-    )
-
-
-def _layout(shared: bool) -> Case:
-    from experiments.kernel_baseline_cases import layout_case
-
-    return layout_case(f"baseline two layouts shared={shared}", LLAMA, 256, 8192, shared=shared)
-
-
 def _make(
     makers: list[tuple[str, Callable[[], Case]]],
 ) -> tuple[list[Case], list[dict[str, Any]]]:
@@ -194,9 +65,16 @@ def _make(
 
 
 def measure(
-    case: Case, implementation: str, loop: TimedLoop | Exception, ceilings: Ceilings
+    case: Case,
+    implementation: str,
+    loop: TimedLoop | Exception,
+    ceilings: Ceilings,
+    rows: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Times one implementation of a case; one that could not compile gives a row with its error."""
+    """Times one implementation of a case; one that could not compile gives a row with its error.
+
+    ``rows`` were measured before, for bars that are multiples of another case's time.
+    """
     row: dict[str, Any] = {"case": case.name, "implementation": implementation}
     if isinstance(loop, Exception):
         return row | {"error": f"{type(loop).__name__}: {loop}"[:400]}
@@ -213,12 +91,25 @@ def measure(
         "of_roofline": ceilings.floor(case.flops, case.n_bytes) / us,
         "speedup_over": {name: peer / us for name, peer in case.peers.items()},
     }
-    if case.bar is not None:
+    limit = _limit(case, ceilings, rows)
+    if case.bar is not None and limit is not None:
         kind, value = case.bar
-        limit = value if kind == "us" else case.flops / (value * ceilings.matmul) * 1e6
         row |= {"bar": f"{kind} {value:.4g}", "bar_us": limit, "met": us <= limit}
         row |= {"device_met": device_us is not None and device_us <= limit}
     return row
+
+
+def _limit(case: Case, ceilings: Ceilings, rows: Sequence[dict[str, Any]]) -> float | None:
+    """Microseconds that the case's bar allows; None without a bar or what it is held against."""
+    if case.bar is None:
+        return None
+    kind, value = case.bar
+    if kind == "us":
+        return value
+    if kind == "matmul":
+        return case.flops / (value * ceilings.matmul) * 1e6
+    times = [row["us"] for row in rows if row["case"] == kind and "us" in row]
+    return value * min(times) if times else None
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -269,7 +160,7 @@ def main() -> int:
     )
     config = {"only": ONLY.value, "with": WITH.value, "tune": TUNE.value}
     for (case, name), loop in zip(work, loops, strict=True):
-        rows.append(measure(case, name, loop, ceilings))
+        rows.append(measure(case, name, loop, ceilings, rows))
         console.print(json.dumps(rows[-1]), soft_wrap=True, highlight=False)
         # Written after each row: an interrupted run keeps what it measured.
         report.write_result(folder, "kernels", config, rows, ceilings=ceilings, tuned=tuned)

@@ -10,6 +10,8 @@ Formats, found by content or named by the caller:
                 lengths, no sharing. AzurePublicDataset, published with Splitwise (ISCA'24).
   ``kvct``      sessions of coding agents as kv-cache-tester records them: see
                 ``experiments.agent_sessions``.
+  ``dialogues`` dialogues of a tool-using assistant as tau-bench records them: see
+                ``experiments.dialogues``.
 Any of them may be gzipped.
 """
 
@@ -24,7 +26,7 @@ import pathlib
 import zlib
 from collections.abc import Iterator
 
-from experiments import agent_sessions
+from experiments import agent_sessions, dialogues
 from experiments.trace_records import (
     Blocks,
     TraceError,
@@ -36,7 +38,7 @@ from experiments.trace_records import (
     whole,
 )
 
-FORMATS = ("mooncake", "azure", "kvct")
+FORMATS = ("mooncake", "azure", "kvct", "dialogues")
 MOONCAKE_BLOCK = 512
 AZURE_HEADER = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 AZURE_BLOCK = 512
@@ -56,7 +58,7 @@ def read_trace(
       path: the file.
       format: one of ``FORMATS``; None finds it by content.
       api_time_scale: ``kvct`` only, see ``experiments.agent_sessions.read_sessions``.
-      session_gap: ``kvct`` only.
+      session_gap: ``kvct`` and ``dialogues``: seconds between the starts of two of them.
       max_sessions: ``kvct`` only.
 
     Returns:
@@ -75,6 +77,8 @@ def read_trace(
         records = list(_read_azure(path, text))
     elif format == "mooncake":
         records = list(_read_mooncake(path, text))
+    elif format == "dialogues":
+        records = list(dialogues.read_dialogues(path, text, dialogue_gap=session_gap))
     else:
         records = list(
             agent_sessions.read_sessions(
@@ -127,6 +131,8 @@ def _detect(path: pathlib.Path, text: str) -> str:
             return "kvct"
         if isinstance(data, dict) and ("hash_ids" in data or "input_length" in data):
             return "mooncake"
+        if isinstance(data, list) and data and isinstance(data[0], dict) and "traj" in data[0]:
+            return "dialogues"
     raise TraceError(
         f"{path}:1: no known trace format begins with {first[:60]!r}; the formats are "
         f"{', '.join(FORMATS)}."

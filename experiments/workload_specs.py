@@ -21,7 +21,8 @@ class Synthetic:
       requests: how many.
       prefix_tokens: length of the shared prefix, or one length for each of ``k`` prefixes; request
         ``i`` uses prefix ``i % k``. 0 shares nothing.
-      suffix_tokens: tokens of each prompt after the prefix, its own.
+      suffix_tokens: tokens of each prompt after the prefix, its own; or several lengths that take
+        turns.
       output_tokens: tokens to generate.
       arrivals: ``"burst"`` (all at once) or ``"poisson"``.
       rate: requests per second of the Poisson process.
@@ -30,15 +31,19 @@ class Synthetic:
 
     requests: int
     prefix_tokens: int | tuple[int, ...]
-    suffix_tokens: int
+    suffix_tokens: int | tuple[int, ...]
     output_tokens: int
     arrivals: str = "burst"
     rate: float = 1.0
     seed: int = 0
 
     def __post_init__(self):
-        _at_least(self, 1, "requests", "suffix_tokens", "output_tokens")
+        _at_least(self, 1, "requests", "output_tokens")
         _check_arrivals(self)
+        if not self.suffixes or min(self.suffixes) < 1:
+            raise ConfigError(
+                f"workload.suffix_tokens is {self.suffix_tokens}; give a number >= 1, or several."
+            )
         if not self.lengths or min(self.lengths) < 0:
             raise ConfigError(
                 f"workload.prefix_tokens is {self.prefix_tokens}; give a length >= 0, or one for "
@@ -48,8 +53,12 @@ class Synthetic:
     @property
     def lengths(self) -> tuple[int, ...]:
         """Length of each prefix."""
-        one = isinstance(self.prefix_tokens, int)
-        return (self.prefix_tokens,) if one else tuple(self.prefix_tokens)  # pyright: ignore
+        return _several(self.prefix_tokens)
+
+    @property
+    def suffixes(self) -> tuple[int, ...]:
+        """Lengths of suffixes; request ``i`` has number ``i % len(suffixes)``."""
+        return _several(self.suffix_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +155,10 @@ def read_spec(config: Mapping[str, Any]) -> Synthetic | Agents | Trace:
     if missing := sorted(required - set(fields)):
         raise ConfigError(f"The {kind} workload needs {', '.join(missing)}.")
     return KINDS[kind](**fields)
+
+
+def _several(lengths: int | tuple[int, ...]) -> tuple[int, ...]:
+    return (lengths,) if isinstance(lengths, int) else tuple(lengths)
 
 
 def _at_least(spec: Any, minimum: int, *names: str) -> None:

@@ -100,7 +100,7 @@ def arrival_times(count: int, arrivals: str, rate: float, seed: int) -> list[flo
 
 
 def _synthetic(spec: Synthetic, target: Target) -> Workload:
-    longest = max(spec.lengths) + spec.suffix_tokens + spec.output_tokens
+    longest = max(spec.lengths) + max(spec.suffixes) + spec.output_tokens
     if longest > target.max_context:
         raise ConfigError(
             f"A request of the workload takes {longest} tokens; the context is "
@@ -111,7 +111,8 @@ def _synthetic(spec: Synthetic, target: Target) -> Workload:
     for index, arrival in enumerate(times):
         which = index % len(spec.lengths)
         prefix = _distinct_text(f"{spec.seed}/prefix", which, spec.lengths[which], target)
-        suffix = _distinct_text(f"{spec.seed}/suffix", index, spec.suffix_tokens, target)
+        length = spec.suffixes[index % len(spec.suffixes)]
+        suffix = _distinct_text(f"{spec.seed}/suffix", index, length, target)
         requests.append(
             Request(
                 id=f"r{index}",

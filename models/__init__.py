@@ -9,7 +9,7 @@ from models.config import RopeScaling as RopeScaling
 from models.config import named_config as named_config
 from models.decoder import as_model as as_model
 from models.decoder import plain_attend as plain_attend
-from models.decoder import random_params as random_params
 from models.errors import CheckpointError as CheckpointError
+from models.random_weights import random_params as random_params
 from models.tokenizer import Detokenizer as Detokenizer
 from models.tokenizer import Tokenizer as Tokenizer

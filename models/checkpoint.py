@@ -10,17 +10,19 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import DTypeLike
 
 from kvgrain_jax.engine.model import Model
 from kvgrain_jax.errors import ConfigError
 from models.config import NAMED_CONFIGS, ModelConfig, named_config
-from models.decoder import Params, as_model, random_params
+from models.decoder import Params, as_model
 from models.errors import CheckpointError
 from models.from_gguf import config_from_gguf, params_from_gguf, smollm2_path
 from models.from_huggingface import config_from_huggingface, params_from_huggingface
 from models.gguf_file import read_gguf
 from models.orbax_checkpoint import MANIFEST, read_manifest, read_params, write_checkpoint
+from models.random_weights import random_params
 from models.tokenizer import Tokenizer
 from models.tokenizer_files import (
     tokenizer_from_gguf,
@@ -53,7 +55,11 @@ class LoadedModel:
 
 
 def load(
-    source: str | os.PathLike[str], *, dtype: DTypeLike | None = None, seed: int = 0
+    source: str | os.PathLike[str],
+    *,
+    dtype: DTypeLike | None = None,
+    seed: int = 0,
+    mesh: Mesh | None = None,
 ) -> LoadedModel:
     """Loads a model.
 
@@ -67,9 +73,12 @@ def load(
         - ``random:NAME``: random weights in the shape of a named config.
       dtype: float32, bfloat16 or float16; float32 on a CPU and bfloat16 elsewhere by default.
       seed: of random weights.
+      mesh: devices that run the model together, from ``kvgrain_jax.sharding.make_mesh``; each
+        receives its part of the weights. One device where None.
 
     Raises:
-      ConfigError: an unknown name, or a dtype the decoder cannot run in.
+      ConfigError: an unknown name, a dtype the decoder cannot run in, or a model that cannot be cut
+        for the mesh.
       CheckpointError: a file is missing, cut short or corrupt, or holds another model than its
         config says.
     """
@@ -78,18 +87,18 @@ def load(
     if text.startswith(RANDOM):
         name = text.removeprefix(RANDOM)
         config = named_config(name)
-        return _loaded(name, config, random_params(config, dtype, seed), None)
+        return _loaded(name, config, random_params(config, dtype, seed, mesh), None, mesh)
     if text == "smollm2-135m":
-        return _load_gguf(smollm2_path(), text, dtype)
+        return _load_gguf(smollm2_path(), text, dtype, mesh)
     path = Path(text)
     if path.is_file():
-        return _load_gguf(path, path.stem, dtype)
+        return _load_gguf(path, path.stem, dtype, mesh)
     if (path / MANIFEST).is_file():
-        return _load_orbax(path, dtype)
+        return _load_orbax(path, dtype, mesh)
     if (path / "config.json").is_file():
         config = config_from_huggingface(path)
-        params = params_from_huggingface(path, config, dtype)
-        return _loaded(path.resolve().name, config, params, tokenizer_from_huggingface(path))
+        params = params_from_huggingface(path, config, dtype, mesh)
+        return _loaded(path.resolve().name, config, params, tokenizer_from_huggingface(path), mesh)
     raise _unknown_source(text, path)
 
 
@@ -101,8 +110,14 @@ def save(loaded: LoadedModel, folder: str | os.PathLike[str]) -> None:
       folder: empty or not there yet.
 
     Raises:
+      ConfigError: the model was loaded with its KV heads replicated over more ranks.
       CheckpointError: the folder holds files already or cannot be written.
     """
+    if loaded.model.n_kv_heads != loaded.config.kv_heads:
+        raise ConfigError(
+            f"{loaded.name} holds each of its {loaded.config.kv_heads} KV heads several times, for "
+            "more devices than KV heads; load it without a mesh to save it."
+        )
     write_checkpoint(
         folder,
         name=loaded.name,
@@ -112,19 +127,25 @@ def save(loaded: LoadedModel, folder: str | os.PathLike[str]) -> None:
     )
 
 
-def _load_gguf(path: Path, name: str, dtype: jnp.dtype) -> LoadedModel:
+def _load_gguf(path: Path, name: str, dtype: jnp.dtype, mesh: Mesh | None) -> LoadedModel:
     file = read_gguf(path)
     config = config_from_gguf(file)
-    return _loaded(name, config, params_from_gguf(file, config, dtype), tokenizer_from_gguf(file))
+    params = params_from_gguf(file, config, dtype, mesh)
+    return _loaded(name, config, params, tokenizer_from_gguf(file), mesh)
 
 
-def _load_orbax(path: Path, dtype: jnp.dtype) -> LoadedModel:
+def _load_orbax(path: Path, dtype: jnp.dtype, mesh: Mesh | None) -> LoadedModel:
     name, config = read_manifest(path)
-    return _loaded(name, config, read_params(path, config, dtype), tokenizer_from_saved(path))
+    params = read_params(path, config, dtype, mesh)
+    return _loaded(name, config, params, tokenizer_from_saved(path), mesh)
 
 
 def _loaded(
-    name: str, config: ModelConfig, params: Params, tokenizer: Tokenizer | None
+    name: str,
+    config: ModelConfig,
+    params: Params,
+    tokenizer: Tokenizer | None,
+    mesh: Mesh | None,
 ) -> LoadedModel:
     if tokenizer is not None and tokenizer.vocabulary > config.vocabulary:
         raise CheckpointError(
@@ -132,7 +153,7 @@ def _loaded(
             f"{config.vocabulary} rows; the files belong to different models."
         )
     checkpoint = f"{name}-{fingerprint(config, params)}"
-    return LoadedModel(as_model(config, params), config, tokenizer, name, checkpoint)
+    return LoadedModel(as_model(config, params, mesh), config, tokenizer, name, checkpoint)
 
 
 def _checked_dtype(dtype: DTypeLike | None) -> jnp.dtype:

@@ -8,6 +8,7 @@ import importlib.util
 from pathlib import Path
 
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import DTypeLike, Float
 
 from kvgrain_jax.errors import ConfigError
@@ -96,10 +97,13 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         raise CheckpointError(f"{file.path}: corrupt metadata: {error}") from error
 
 
-def params_from_gguf(file: GGUFFile, config: ModelConfig, dtype: DTypeLike) -> Params:
-    """Dequantises all tensors into the pytree of weights.
+def params_from_gguf(
+    file: GGUFFile, config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None
+) -> Params:
+    """Dequantises all tensors into the decoder's weights, each device of ``mesh`` its part.
 
     Raises:
+      ConfigError: the model cannot be cut for the mesh.
       CheckpointError: tensors are missing, extra, misshapen, not finite or in a quantisation that
         cannot be read.
     """
@@ -117,7 +121,7 @@ def params_from_gguf(file: GGUFFile, config: ModelConfig, dtype: DTypeLike) -> P
             return half_rotation_order(tensor, config.kv_heads)
         return tensor
 
-    return assemble(file.path, config, fetch, dtype)
+    return assemble(file.path, config, fetch, dtype, mesh)
 
 
 def half_rotation_order(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 from jaxtyping import DTypeLike
 from orbax.checkpoint import v1 as ocp
 
@@ -17,6 +18,7 @@ from kvgrain_jax.errors import ConfigError
 from models.config import ModelConfig
 from models.decoder import Params
 from models.errors import CheckpointError
+from models.tensor_parallel import target
 from models.weights import assemble, check_tensors, expected_tensors, name_in_file, read_json
 
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -85,10 +87,15 @@ def config_from_huggingface(folder: Path) -> ModelConfig:
         raise CheckpointError(f"{path}: corrupt: {error}") from error
 
 
-def params_from_huggingface(folder: Path, config: ModelConfig, dtype: DTypeLike) -> Params:
-    """Reads all weights of a folder, one file after the other, in ``dtype``.
+def params_from_huggingface(
+    folder: Path, config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None
+) -> Params:
+    """Reads all weights of a folder in ``dtype``, one file after the other.
+
+    Each device of ``mesh`` receives its part only.
 
     Raises:
+      ConfigError: the model cannot be cut for the mesh.
       CheckpointError: a file is missing, cut short or corrupt, or tensors are missing, extra,
         misshapen, quantised or not finite.
     """
@@ -108,10 +115,14 @@ def params_from_huggingface(folder: Path, config: ModelConfig, dtype: DTypeLike)
                 found[name] = shape
     check_tensors(folder, expected, found)
 
+    ours = {in_file[name]: name for name in in_file}
     arrays: dict[str, Any] = {}
     for path, header in files.items():
-        arrays |= _read(path, {n: shape for n, shape in header.items() if n in expected}, dtype)
-    return assemble(folder, config, lambda name: arrays.pop(in_file[name]), dtype)
+        shapes = {ours[name]: shape for name, shape in header.items() if name in ours}
+        wanted = {name: target(name, shape, dtype, mesh) for name, shape in shapes.items()}
+        read = _read(path, {in_file[name]: wanted[name] for name in wanted})
+        arrays |= {ours[name]: array for name, array in read.items()}
+    return assemble(folder, config, arrays.pop, dtype, mesh)
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -169,12 +180,7 @@ def _checked_header(path: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _read(path: Path, shapes: dict[str, tuple[int, ...]], dtype: DTypeLike) -> dict[str, Any]:
-    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    wanted = {
-        name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-        for name, shape in shapes.items()
-    }
+def _read(path: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
     context = ocp.Context()
     context.checkpoint_layout = ocp.options.CheckpointLayout.SAFETENSORS
     try:

@@ -3,7 +3,7 @@
 ::
 
     FOLDER/kvgrain.json           format, name and config; written last
-    FOLDER/weights/               Orbax checkpoint: one array for each tensor name
+    FOLDER/weights/               Orbax checkpoint: one array for each weight of the decoder
     FOLDER/tokenizer.json         and tokenizer_settings.json, if the model has a tokenizer
 
 A folder without ``kvgrain.json`` is a conversion that did not finish, or no checkpoint.
@@ -13,22 +13,23 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import jax
+from jax.sharding import Mesh
 from jaxtyping import DTypeLike
 from orbax.checkpoint import v1 as ocp
 
 from kvgrain_jax.errors import ConfigError
 from models.config import ModelConfig
-from models.decoder import Params
+from models.decoder import Params, abstract_params
 from models.errors import CheckpointError
+from models.tensor_parallel import parallel_config, placement, replicate_kv_heads, target
 from models.tokenizer import Tokenizer
-from models.weights import assemble, check_tensors, expected_tensors, named_arrays, read_json
+from models.weights import check_finite, check_tensors, is_finite, read_json
 
 MANIFEST = "kvgrain.json"
 _WEIGHTS = "weights"
-_FORMAT = 1
+_FORMAT = 2
 
 
 def empty_folder(folder: str | os.PathLike[str]) -> Path:
@@ -78,7 +79,7 @@ def write_checkpoint(
     context.array.saving.use_compression = False
     try:
         with context:
-            ocp.save(str(folder.resolve() / _WEIGHTS), named_arrays(params))
+            ocp.save(str(folder.resolve() / _WEIGHTS), params)
         if tokenizer is not None:
             tokenizer.save(folder)
         manifest = {
@@ -113,29 +114,43 @@ def read_manifest(folder: Path) -> tuple[str, ModelConfig]:
         raise CheckpointError(f"{path}: corrupt: {error}") from error
 
 
-def read_params(folder: Path, config: ModelConfig, dtype: DTypeLike) -> Params:
-    """Reads the weights of a checkpoint folder in ``dtype``.
+def read_params(
+    folder: Path, config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None
+) -> Params:
+    """Reads the weights of a checkpoint folder in ``dtype``, each device of ``mesh`` its part.
 
     Raises:
+      ConfigError: the model cannot be cut for the mesh.
       CheckpointError: the weights are missing, cut short or corrupt, or do not fit the config.
     """
     path = str((folder / _WEIGHTS).resolve())
-    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    expected = expected_tensors(config)
+    copies = parallel_config(config, mesh).kv_heads // config.kv_heads
     try:
         found = {name: leaf.shape for name, leaf in ocp.metadata(path).metadata.items()}
     except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged folder.
         raise CheckpointError(f"{path}: cut short or corrupt: {_first_line(error)}") from error
-    check_tensors(path, expected, found)
-    wanted = {
-        name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-        for name, shape in expected.items()
-    }
+    expected = abstract_params(config, dtype)
+    check_tensors(path, {name: leaf.shape for name, leaf in expected.items()}, found)
+    wanted = {name: target(name, leaf.shape, dtype, mesh) for name, leaf in expected.items()}
     try:
-        arrays: dict[str, Any] = ocp.load(path, wanted)
+        params: Params = ocp.load(path, wanted)
     except Exception as error:
         raise CheckpointError(f"{path}: cut short or corrupt: {_first_line(error)}") from error
-    return assemble(path, config, arrays.pop, dtype)
+    check_finite(path, {name: is_finite(array) for name, array in params.items()})
+    if copies > 1:
+        params |= _with_copies(
+            {n: array for n, array in params.items() if ".qkv." in n}, copies, mesh
+        )
+    return params
+
+
+def _with_copies(qkv: Params, copies: int, mesh: Mesh | None) -> Params:
+    def replicate(arrays: Params) -> Params:
+        return {name: replicate_kv_heads(array, copies) for name, array in arrays.items()}
+
+    shapes = jax.eval_shape(replicate, qkv)
+    places = {name: placement(name, leaf.shape, mesh) for name, leaf in shapes.items()}
+    return jax.jit(replicate, out_shardings=places)(qkv)
 
 
 def _first_line(error: Exception) -> str:

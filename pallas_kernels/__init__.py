@@ -7,8 +7,12 @@ every operation has every file. ``baselines`` are kernels of other systems' desi
 Nothing here knows the library above: operations take and return plain arrays.
 """
 
+from pallas_kernels.add_rms_norm import add_rms_norm as add_rms_norm
 from pallas_kernels.append import append_kv as append_kv
 from pallas_kernels.implementation import ImplementationError as ImplementationError
 from pallas_kernels.merge import merge_partials as merge_partials
+from pallas_kernels.merge import merge_row_partials as merge_row_partials
+from pallas_kernels.rope_append import rope_append as rope_append
 from pallas_kernels.segment_attention import segment_attention as segment_attention
+from pallas_kernels.segment_attention import segment_partials as segment_partials
 from pallas_kernels.split_kv_decode import split_kv_decode as split_kv_decode

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
+import numpy as np
 
 ENVIRONMENT_VARIABLE = "KVGRAIN_IMPLEMENTATION"
 
@@ -92,6 +93,29 @@ def interpreted() -> Iterator[None]:
 def interpreting() -> bool:
     """Whether a kernel that is being traced runs in the interpreter."""
     return _interpreting.get()
+
+
+def trace_once(kernel: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call ``kernel`` so that a program which calls it in every layer traces and lowers it once.
+
+    Args:
+      kernel: a function of the module that holds a kernel.
+      *args: arrays, or pytrees of them.
+      **options: those without an array in them are static.
+    """
+    static = tuple(
+        name
+        for name, value in options.items()
+        if not any(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(value))
+    )
+    return jax.jit(kernel, static_argnames=static)(*args, **options)
+
+
+def runs_kernels() -> bool:
+    """Whether ``"auto"`` takes GPU kernels in this process, where the arguments allow it."""
+    preferred = _override.get() or os.environ.get(ENVIRONMENT_VARIABLE, "auto")
+    on_gpu = device_reason("a kernel", least=(8, 0), below=(13, 0)) is None
+    return preferred != "xla" and on_gpu
 
 
 def device_reason(name: str, *, least: tuple[int, int], below: tuple[int, int]) -> str | None:

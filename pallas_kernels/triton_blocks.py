@@ -29,23 +29,24 @@ def initial(rows, head_dim):
 
 
 def update(state, q, keys, values, mask, scale):
-    """Take in a block of keys, of which at least one counts.
+    """Take in a block of keys.
 
     Args:
       state: ``(out [M, D], top [M], total [M])``.
       q: ``[M, D]``.
       keys: ``[T, D]``, 0 where masked.
       values: ``[T, D]``, 0 where masked.
-      mask: ``[T]``.
+      mask: ``[T]``, of which at least one key counts, or ``[M, T]``, where rows may see none.
       scale: factor of the scores, times log2(e).
     """
     out, top, total = state
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     scores = plt.dot(q, keys, trans_b=True, precision=precision) * scale
-    scores = jnp.where(mask[None, :], scores, -jnp.inf)
+    scores = jnp.where(mask if mask.ndim == 2 else mask[None, :], scores, -jnp.inf)
     new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-    weights = jnp.exp2(scores - new_top[:, None])
-    decay = jnp.exp2(top - new_top)
+    finite_top = jnp.where(new_top == -jnp.inf, 0.0, new_top) if mask.ndim == 2 else new_top
+    weights = jnp.exp2(scores - finite_top[:, None])
+    decay = jnp.exp2(top - finite_top)
     product = plt.dot(weights.astype(values.dtype), values, precision=precision)
     return out * decay[:, None] + product, new_top, total * decay + jnp.sum(weights, axis=1)
 
@@ -60,9 +61,11 @@ def finish(state):
 
 
 def call(kernel, *, num_warps, num_stages, interpret, **options):
-    """``pl.pallas_call`` on the Triton backend."""
+    """``pl.pallas_call`` on the Triton backend, named after the operation in profiles."""
+    function = getattr(kernel, "func", kernel)
     return pl.pallas_call(
         kernel,
+        name="_".join(function.__module__.split(".")[1:]),
         compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
         **options,

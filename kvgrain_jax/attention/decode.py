@@ -15,12 +15,12 @@ serve any row. Source: GraniKV §3.5.
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Int
 
-from kvgrain_jax.attention.partial import AttentionPartial, merge
+from kvgrain_jax.attention.partial import AttentionPartial
 from kvgrain_jax.attention.plan import DecodePlan
 from kvgrain_jax.errors import ConfigError
-from pallas_kernels import segment_attention, split_kv_decode
+from pallas_kernels import segment_partials, split_kv_decode
 
 BACKENDS = ("dense", "cascade", "paged", "cascade16")
 
@@ -36,6 +36,8 @@ def decode_attention(
     backend: str,
     page_size: int,
     scale: float | None = None,
+    order: Int[Array, "B"] | None = None,
+    out_dtype: DTypeLike = jnp.float32,
 ) -> AttentionPartial:
     """Attention of one query of each row to the row's whole context.
 
@@ -50,6 +52,8 @@ def decode_attention(
       backend: one of ``BACKENDS``.
       page_size: tokens of a page; ``plan.starts`` are multiples of it.
       scale: factor of the scores; ``D ** -0.5`` where None.
+      order: in which order the GPU takes the rows, see ``longest_first``; as they come where None.
+      out_dtype: of the output.
 
     Returns:
       Output and log-sum-exp of every row and head; ``(0, -inf)`` for a row without context.
@@ -60,26 +64,46 @@ def decode_attention(
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     if backend not in BACKENDS:
         raise ConfigError(f"There is no backend {backend!r}; choose one of {', '.join(BACKENDS)}.")
-    starts = jnp.zeros_like(plan.starts) if backend == "paged" else plan.starts
-    suffix = AttentionPartial(
-        *split_kv_decode(q, k, v, pages, starts, lengths, page_size=page_size, scale=factor)
-    )
-    if backend == "paged":
-        return suffix
-    work = plan.dense if backend == "dense" else plan.cascade
-    prefix = segment_attention(
+    prefix, starts = None, jnp.zeros_like(plan.starts)
+    if backend != "paged":
+        work = plan.dense if backend == "dense" else plan.cascade
+        starts = plan.starts
+        prefix = segment_partials(
+            q,
+            k,
+            v,
+            plan.segments,
+            work.items,
+            work.n_items,
+            row_tile=work.tiling.row_tile,
+            kv_tile=work.tiling.kv_tile,
+            scale=factor,
+            slots=page_slots(pages[0], page_size) if backend == "cascade16" else None,
+            schedule=work.schedule,
+        )
+    out, lse = split_kv_decode(
         q,
         k,
         v,
-        plan.segments,
-        work.items,
-        work.n_items,
-        row_tile=work.tiling.row_tile,
-        kv_tile=work.tiling.kv_tile,
+        pages,
+        starts,
+        lengths,
+        page_size=page_size,
         scale=factor,
-        slots=page_slots(pages[0], page_size) if backend == "cascade16" else None,
+        prefix=prefix,
+        order=order,
+        out_dtype=out_dtype,
     )
-    return merge([AttentionPartial(*prefix), suffix])
+    return AttentionPartial(out, lse)
+
+
+def longest_first(plan: DecodePlan, lengths: Int[Array, "B"], *, backend: str) -> Int[Array, "B"]:
+    """Rows in descending order of the tokens each reads for itself, int32.
+
+    Programs of long rows start first, so that none is left running alone at the end.
+    """
+    own = lengths if backend == "paged" else lengths - plan.starts
+    return jnp.argsort(-own).astype(jnp.int32)
 
 
 def page_slots(pages: Int[Array, "T"], page_size: int) -> Int[Array, "S"]:

@@ -1,12 +1,19 @@
-"""Per-step dispatch: which backend the next decode step takes. Source: GraniKV §3.6, B.4."""
+"""Dispatch: which backend the next decode step takes. Source: GraniKV §3.6, B.4.
+
+A rule looks at what a batch shares and leaves, for every number of active rows, a choice. The choices
+are made on the host when the plan is; the decode loop looks its own up in each step, by the rows that
+are active then.
+"""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Int
+import numpy as np
 
+from kvgrain_jax.attention.costs import CostTable
 from kvgrain_jax.attention.decode import BACKENDS
+from kvgrain_jax.attention.plan import Segment
 from kvgrain_jax.errors import ConfigError
 
 # Threshold of the `meff` rule, by a part of the device's name. The A100's is the paper's (B.4b). On a
@@ -16,48 +23,139 @@ M_SAT_UNKNOWN = 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class DispatchRule:
-    """Rule that chooses a backend from what a step sees.
+class Occupancy:
+    """What a rule looks at.
 
     Attributes:
-      backends: the backends it chooses from; an index of this tuple is the choice.
-      m_sat: ``dense`` from this many effective rows on, with all three backends to choose from.
+      n_rows: rows that decode when the plan is made.
+      group: ``G``.
+      segments: what they share.
+      own_tokens: mean tokens of a row that no segment covers.
+    """
+
+    n_rows: int
+    group: int
+    segments: Sequence[Segment]
+    own_tokens: float | int = 0
+
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens of all segments: what a step reads once."""
+        return sum(segment.length for segment in self.segments)
+
+    @property
+    def covered_tokens(self) -> float:
+        """Mean tokens of a row that segments cover."""
+        return sum(s.length * s.n_rows for s in self.segments) / max(1, self.n_rows)
+
+    @property
+    def sharers(self) -> float:
+        """Rows that read a shared token, in the mean over the tokens."""
+        return self.covered_tokens * self.n_rows / max(1, self.shared_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class DispatchRule:
+    """Rule that chooses a backend.
+
+    Attributes:
+      backends: the backends it chooses from.
+      m_sat: the ``meff`` rule: ``dense`` from this many effective rows ``rows * G`` on.
+      costs: the ``calibrated`` rule: the backend that takes least time by what was measured on the
+        device; the ``meff`` rule where None.
     """
 
     backends: tuple[str, ...]
     m_sat: int = M_SAT_UNKNOWN
+    costs: CostTable | None = None
 
-    def choose(
-        self, rows: Int[Array, ""], group: int, n_segments: Int[Array, ""]
-    ) -> Int[Array, ""]:
-        """Index of the backend for a step of ``rows`` active rows.
+    def choose(self, occupancy: Occupancy, n_active: int) -> str:
+        """The backend of a step with ``n_active`` of the rows still active."""
+        return self._decide(occupancy, n_active)[0]
 
-        ``paged`` where no row has a contiguous prefix; else ``dense`` if and only if
-        ``M_eff = rows * G >= m_sat``, and ``cascade`` below.
-        """
+    def reason(self, occupancy: Occupancy, n_active: int) -> str:
+        """Why a step takes the backend it takes, in a few words with the figures."""
+        return self._decide(occupancy, n_active)[1]
+
+    def _decide(self, occupancy: Occupancy, n_active: int) -> tuple[str, str]:
         if len(self.backends) == 1:
-            return jnp.int32(0)
-        shared = jnp.where(rows * group >= self.m_sat, 0, 1)
-        return jnp.where(n_segments > 0, shared, 2).astype(jnp.int32)
+            return self.backends[0], "the only backend"
+        if not occupancy.segments:
+            return "paged", "no contiguous prefix"
+        if self.costs is None:
+            m_eff = n_active * occupancy.group
+            sign, name = (">=", "dense") if m_eff >= self.m_sat else ("<", "cascade")
+            return name, f"M_eff {m_eff} {sign} {self.m_sat}"
+        left = n_active / max(1, occupancy.n_rows)
+        sharers = max(1.0, occupancy.sharers * left)
+        own = self.costs.own(n_active, occupancy.own_tokens)
+        whole = occupancy.own_tokens + occupancy.covered_tokens
+        times = {
+            "dense": self.costs.dense(sharers, occupancy.shared_tokens) + own,
+            "cascade": self.costs.cascade(sharers, occupancy.shared_tokens) + own,
+            "paged": self.costs.own(n_active, whole),
+        }
+        name = min(self.backends, key=lambda backend: times[backend])
+        figures = ", ".join(f"{backend} {times[backend]:.0f} us" for backend in self.backends)
+        return name, f"predicted a layer: {figures}"
 
 
-def make_rule(backend: str, m_sat: int | None = None) -> DispatchRule:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Choices:
+    """Choices of a rule for one bucket of rows.
+
+    Attributes:
+      backends: those that the rule can take in this bucket; the loop is compiled for these.
+      table: ``[n_rows + 1]`` int32, the index in ``backends`` for each number of active rows.
+    """
+
+    backends: tuple[str, ...]
+    table: np.ndarray
+
+
+def make_choices(
+    rule: DispatchRule, occupancy: Occupancy, *, n_rows: int, least: int = 1, every: bool = False
+) -> Choices:
+    """Choices for every number of active rows.
+
+    A branch of the loop is compiled for each backend in ``backends``, and a branch costs as much
+    compilation as a model, so only those count that the rule takes for some number of rows from
+    ``least`` on. Fewer rows, once a few have finished, take what ``least`` rows take.
+
+    Args:
+      rule: the rule.
+      occupancy: the batch.
+      n_rows: rows of the bucket.
+      least: fewest rows that a batch in this bucket has when the loop is entered.
+      every: compile for every backend of the rule, whether it can be taken or not.
+    """
+    top = max(least, n_rows)
+    names = [rule.choose(occupancy, max(rows, least)) for rows in range(top + 1)]
+    backends = rule.backends if every else tuple(b for b in rule.backends if b in set(names))
+    return Choices(backends, np.asarray([backends.index(name) for name in names], np.int32))
+
+
+def make_rule(
+    backend: str, m_sat: int | None = None, costs: CostTable | None = None
+) -> DispatchRule:
     """The rule of a backend name.
 
     Args:
-      backend: ``"auto"`` for the ``meff`` rule over dense, cascade and paged, or one backend for
-        every step.
+      backend: ``"auto"`` to dispatch over dense, cascade and paged, or one backend for every step.
       m_sat: threshold of the ``meff`` rule; the device's own where None.
+      costs: measured times; with them ``"auto"`` is the ``calibrated`` rule, unless a threshold
+        asks for the ``meff`` rule.
 
     Raises:
       ConfigError: unknown backend, or a threshold below 1.
     """
+    calibrated = costs if m_sat is None else None
     if m_sat is None:
-        m_sat = device_m_sat(jax.devices()[0].device_kind)
+        m_sat = device_m_sat(jax.local_devices()[0].device_kind)
     if m_sat < 1:
         raise ConfigError(f"m_sat is {m_sat}; give a positive number of effective rows.")
     if backend == "auto":
-        return DispatchRule(("dense", "cascade", "paged"), m_sat)
+        return DispatchRule(("dense", "cascade", "paged"), m_sat, calibrated)
     if backend not in BACKENDS:
         raise ConfigError(
             f"There is no backend {backend!r}; choose auto or one of {', '.join(BACKENDS)}."

@@ -5,7 +5,7 @@ only when rows join or leave, so it is built on the host, once per entry of the 
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,6 +14,9 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvgrain_jax.errors import ConfigError
+from pallas_kernels.implementation import runs_kernels
+from pallas_kernels.segment_attention import Schedule, build_schedule, capacity_for
+from pallas_kernels.segment_attention.schedule import ALIGNMENT
 
 
 class HotPiece(NamedTuple):
@@ -47,22 +50,56 @@ class Tiling:
 
 DENSE_TILING = Tiling(row_tile=64, kv_tile=512)
 CASCADE_TILING = Tiling(row_tile=8, kv_tile=128)
+# Folded rows (row, head of the group) of a tile of the GPU kernels.
+DENSE_FOLDED_ROWS, CASCADE_FOLDED_ROWS = 128, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelShape:
+    """What a schedule of the GPU kernels depends on besides the segments.
+
+    Attributes:
+      n_kv_heads: ``K``, of one rank.
+      group: ``G``.
+      head_dim: ``D``.
+      n_workers: persistent blocks: the multiprocessors of the device.
+    """
+
+    n_kv_heads: int
+    group: int
+    head_dim: int
+    n_workers: int
+
+    @property
+    def kv_tile(self) -> int:
+        """Keys of a tile: as many as leave room for several tiles in shared memory."""
+        return 128 if self.head_dim <= 128 else 64
+
+
+def kernel_shape(n_heads: int, n_kv_heads: int, head_dim: int) -> KernelShape | None:
+    """The shape for this process's device; None where the GPU kernels do not run."""
+    if not runs_kernels():
+        return None
+    workers = jax.local_devices()[0].core_count
+    return KernelShape(n_kv_heads, n_heads // n_kv_heads, head_dim, workers)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WorkList:
-    """Tiles of all segments, in the order the XLA specification takes them.
+    """Tiles of all segments: for the XLA specification, and for the GPU kernels where they run.
 
     Attributes:
       items: ``(segment, row offset, kv offset)``, int32, padded with zeros.
       n_items: how many entries of ``items`` count.
-      tiling: size of a tile.
+      schedule: the same work for the GPU kernels.
+      tiling: size of a tile of ``items``.
     """
 
     items: Int[Array, "W 3"]
     n_items: Int[Array, ""]
-    tiling: Tiling = dataclasses.field(metadata={"static": True})
+    schedule: Schedule | None = None
+    tiling: Tiling = dataclasses.field(default=DENSE_TILING, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -132,19 +169,22 @@ def make_plan(
     max_segments: int,
     dense: Tiling = DENSE_TILING,
     cascade: Tiling = CASCADE_TILING,
+    kernels: KernelShape | None = None,
 ) -> DecodePlan:
     """Build the plan of a batch from its segments.
 
-    The shapes of the result depend only on ``n_rows``, ``n_slots``, ``max_segments`` and the
-    tilings, so that a new plan never recompiles the loop that takes it.
+    The shapes of the result depend only on ``n_rows``, ``n_slots``, ``max_segments``, the tilings
+    and ``kernels``, so that a new plan never recompiles the loop that takes it.
 
     Args:
       segments: the segments; a row may lie in several, never twice in the same slots.
       n_rows: ``B``, rows of the batch, padding included.
       n_slots: ``N``, slots of the pool that segments index.
       max_segments: ``C``, capacity of the plan.
-      dense: tile of the dense backend.
-      cascade: tile of the cascade backend.
+      dense: tile of the dense backend in the XLA specification.
+      cascade: tile of the cascade backend there; that of ``dense`` is taken with ``kernels``, whose
+        plans only need to be right for XLA, not fast.
+      kernels: shape to schedule the GPU kernels for, see ``kernel_shape``.
 
     Raises:
       ConfigError: too many segments, or a segment outside the rows or the pool.
@@ -164,15 +204,78 @@ def make_plan(
     table = np.zeros((max_segments, 4), np.int32)
     if segments:
         table[: len(segments)] = np.asarray(segments, np.int32)
+
+    def work(tiling: Tiling, folded_rows: int) -> WorkList:
+        return make_work_list(
+            segments,
+            tiling,
+            work_capacity(tiling, n_rows, n_slots, max_segments),
+            schedule=make_schedule(
+                segments,
+                kernels,
+                n_rows=n_rows,
+                n_slots=n_slots,
+                max_segments=max_segments,
+                folded_rows=folded_rows,
+            ),
+        )
+
     return DecodePlan(
         segments=jnp.asarray(table),
         n_segments=jnp.int32(len(segments)),
         starts=jnp.asarray(starts),
-        dense=make_work_list(segments, dense, work_capacity(dense, n_rows, n_slots, max_segments)),
-        cascade=make_work_list(
-            segments, cascade, work_capacity(cascade, n_rows, n_slots, max_segments)
-        ),
+        dense=work(dense, DENSE_FOLDED_ROWS),
+        cascade=work(dense if kernels else cascade, CASCADE_FOLDED_ROWS),
     )
+
+
+def make_schedule(
+    segments: Sequence[Segment],
+    kernels: KernelShape | None,
+    *,
+    n_rows: int,
+    n_slots: int,
+    max_segments: int,
+    folded_rows: int = DENSE_FOLDED_ROWS,
+    diagonals: Sequence[int] | None = None,
+) -> Schedule | None:
+    """Schedule of the segments for the GPU kernels.
+
+    None where there is no shape to schedule for, or so few slots that a tile of keys does not fit.
+
+    Args:
+      segments: the segments.
+      kernels: the shape.
+      n_rows: ``B``.
+      n_slots: ``N``.
+      max_segments: with ``n_rows`` decides the sizes of the arrays.
+      folded_rows: folded rows of a tile.
+      diagonals: for causal segments, the last slot that the first row of each sees.
+
+    Raises:
+      ConfigError: the segments nest too deeply.
+    """
+    if kernels is None or n_slots < kernels.kv_tile or n_slots % ALIGNMENT:
+        return None
+    shape = {
+        "n_rows": n_rows,
+        "n_kv_heads": kernels.n_kv_heads,
+        "group": kernels.group,
+        "row_tile": folded_rows,
+        "n_workers": kernels.n_workers,
+    }
+    try:
+        schedule = build_schedule(
+            np.asarray(segments, np.int32).reshape(-1, 4),
+            n_slots=n_slots,
+            kv_tile=kernels.kv_tile,
+            capacity=capacity_for(max_segments=max_segments, **shape),
+            diagonals=None if diagonals is None else np.asarray(diagonals, np.int32),
+            **shape,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return jax.tree.map(jnp.asarray, schedule)
 
 
 def make_work_list(
@@ -180,7 +283,8 @@ def make_work_list(
     tiling: Tiling,
     capacity: int,
     *,
-    visible: Callable[[int, int, int], bool] = lambda segment, row, kv: True,
+    causal: bool = False,
+    schedule: Schedule | None = None,
 ) -> WorkList:
     """Cut segments into tiles; together they cover every visible (row, key) pair once.
 
@@ -188,26 +292,28 @@ def make_work_list(
       segments: the segments.
       tiling: size of a tile.
       capacity: ``W``, entries of the list.
-      visible: ``(segment, row offset, kv offset)`` to whether any row of the tile sees its keys.
+      causal: row ``i`` of a segment sees no key behind its ``i``-th; tiles that no row sees are
+        left out.
+      schedule: the same work for the GPU kernels.
 
     Raises:
       ConfigError: there are more tiles than ``capacity``.
     """
-    items = [
-        (i, row, kv)
-        for i, segment in enumerate(segments)
-        for row in range(0, segment.n_rows, tiling.row_tile)
-        for kv in range(0, segment.length, tiling.kv_tile)
-        if visible(i, row, kv)
-    ]
+    parts = []
+    for i, segment in enumerate(segments):
+        row = np.arange(0, segment.n_rows, tiling.row_tile)
+        kv = np.arange(0, segment.length, tiling.kv_tile)
+        row, kv = np.repeat(row, kv.size), np.tile(kv, row.size)
+        seen = kv < row + tiling.row_tile if causal else np.ones(kv.size, bool)
+        parts.append(np.stack([np.full(kv.size, i), row, kv], axis=1)[seen])
+    items = np.concatenate([np.zeros((0, 3), np.int64), *parts])
     if len(items) > capacity:
         raise ConfigError(
             f"The segments need {len(items)} tiles of {tiling}, the work list holds {capacity}."
         )
     table = np.zeros((capacity, 3), np.int32)
-    if items:
-        table[: len(items)] = np.asarray(items, np.int32)
-    return WorkList(items=jnp.asarray(table), n_items=jnp.int32(len(items)), tiling=tiling)
+    table[: len(items)] = items
+    return WorkList(jnp.asarray(table), jnp.int32(len(items)), schedule, tiling)
 
 
 def work_capacity(tiling: Tiling, n_rows: int, n_slots: int, max_segments: int) -> int:

@@ -1,8 +1,11 @@
 """Chunked prefill: many tokens of several requests in one call, causal, over the same buffers.
 
-The HOT part of a request's context is read contiguously, the COLD part through its page table.
-Both are segment attention with the causal mask, so a chunk may lie anywhere: behind the prefix,
-inside the slab that it is just computing, or across both.
+    context of a token:  [ earlier, contiguous ][ earlier, in pages ][ its own chunk, causal ]
+                           slots of the pool      page table           keys of this call
+
+Earlier tokens are all visible, so both pool parts are plain segment attention, and adjacent requests
+behind one prefix share its segment as decode rows do. Only the keys that the chunk brings along need
+the causal mask, and they lie side by side.
 """
 
 import dataclasses
@@ -11,12 +14,22 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Int
 
 from kvgrain_jax.attention.decode import page_slots
-from kvgrain_jax.attention.partial import AttentionPartial, merge
-from kvgrain_jax.attention.plan import Segment, Tiling, WorkList, make_work_list
-from pallas_kernels import segment_attention
+from kvgrain_jax.attention.partial import AttentionPartial
+from kvgrain_jax.attention.plan import (
+    HotPiece,
+    KernelShape,
+    Segment,
+    Tiling,
+    WorkList,
+    find_segments,
+    make_schedule,
+    make_work_list,
+)
+from pallas_kernels import merge_row_partials, segment_partials
+from pallas_kernels.row_partials import RowPartials
 
 PREFILL_TILING = Tiling(row_tile=64, kv_tile=256)
 
@@ -29,29 +42,27 @@ class ChunkPart:
       row: row of the request in the batch.
       first: position of its first token in the chunk.
       n_tokens: how many tokens of it are in the chunk.
-      hot: ``(base, length)`` of the contiguous pieces at the front of its context, in order. They
-        may reach beyond the chunk; the causal mask hides what is not yet computed.
+      hot: contiguous pieces at the front of its context, in order. They may reach into the chunk
+        and beyond: what lies behind ``first`` is not read from the pool.
     """
 
     row: int
     first: int
     n_tokens: int
-    hot: tuple[tuple[int, int], ...]
+    hot: tuple[HotPiece, ...]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class CausalSegments:
-    """Segments whose keys have positions: the causal mask of ``segment_attention``.
+class SegmentWork:
+    """Segments whose rows are tokens of the chunk.
 
     Attributes:
-      segments: ``(base, length, first_row, n_rows)``, rows being tokens of the chunk.
-      first_positions: position of the first key of each segment.
-      work: tiles that at least one token sees.
+      segments: ``(base, length, first_row, n_rows)``, int32, padded with empty segments.
+      work: their tiles.
     """
 
     segments: Int[Array, "C 4"]
-    first_positions: Int[Array, "C"]
     work: WorkList
 
 
@@ -61,126 +72,171 @@ class PrefillPlan:
     """What the tokens of one chunk attend to.
 
     Attributes:
-      hot: contiguous segments of slots.
-      cold: segments of the flattened page tables of the batch.
+      hot: earlier tokens in contiguous slots.
+      cold: earlier tokens in pages, as indices of the flattened page tables of the batch.
+      own: tokens of the chunk itself, as indices of the chunk.
     """
 
-    hot: CausalSegments
-    cold: CausalSegments
+    hot: SegmentWork
+    cold: SegmentWork
+    own: SegmentWork
 
 
 def make_prefill_plan(
     parts: Sequence[ChunkPart],
     *,
     n_tokens: int,
+    n_rows: int,
     row_tokens: int,
     n_slots: int,
     max_parts: int,
     max_pieces: int,
     tiling: Tiling = PREFILL_TILING,
+    kernels: KernelShape | None = None,
 ) -> PrefillPlan:
     """Build the plan of a chunk. Its shapes depend on the keyword arguments only.
 
     Args:
-      parts: the requests in the chunk, in the order of their tokens.
+      parts: the requests in the chunk, in the order of their tokens; those that share contiguous
+        pieces side by side share the segments.
       n_tokens: tokens of the chunk, padding included.
+      n_rows: ``B``, rows of the batch.
       row_tokens: tokens of one row of the page table.
       n_slots: ``N``, slots of the pool.
       max_parts: requests in a chunk at most.
-      max_pieces: contiguous pieces of one request at most.
+      max_pieces: contiguous segments of a chunk at most, beyond one for each request; the innermost
+        pieces of a chunk that has more are read through the page tables.
       tiling: tile of the work lists.
+      kernels: shape to schedule the GPU kernels for.
     """
-    hot, hot_positions, cold, cold_positions = [], [], [], []
-    first_of_token: dict[int, int] = {}  # first token of a part in the chunk, to its position
-    token = 0
-    for part in parts:
-        first_of_token[token] = part.first
-        seen = part.first + part.n_tokens
-        position = 0
-        for base, length in part.hot:
-            if position < seen:
-                visible = min(length, seen - position)
-                hot.append(Segment(base, visible, token, part.n_tokens))
-                hot_positions.append(position)
-            position += length
-        if position < seen:
-            base = part.row * row_tokens + position
-            cold.append(Segment(base, seen - position, token, part.n_tokens))
-            cold_positions.append(position)
-        token += part.n_tokens
+    max_hot = max_parts + max_pieces
+    pieces = [_earlier(part) for part in parts]
+    shared = find_segments(pieces)
+    while len(shared) > max_hot:
+        depth = max(map(len, pieces)) - 1
+        pieces = [of_part[:depth] for of_part in pieces]
+        shared = find_segments(pieces)
+    ends = np.cumsum([0, *(part.n_tokens for part in parts)]).tolist()
+    hot = [
+        Segment(base, length, ends[first], ends[first + n] - ends[first])
+        for base, length, first, n in shared
+    ]
+    cold, own = [], []
+    for part, of_part, token in zip(parts, pieces, ends, strict=False):
+        contiguous = sum(piece.length for piece in of_part)
+        if contiguous < part.first:
+            base = part.row * row_tokens + contiguous
+            cold.append(Segment(base, part.first - contiguous, token, part.n_tokens))
+        own.append(Segment(token, part.n_tokens, token, part.n_tokens))
 
-    def causal(segments: list[Segment], positions: list[int], capacity: int) -> CausalSegments:
-        def visible(i: int, row: int, kv: int) -> bool:
-            segment = segments[i]
-            last_row = min(row + tiling.row_tile, segment.n_rows) - 1
-            return positions[i] + kv <= first_of_token[segment.first_row] + last_row
-
-        table = np.zeros((capacity, 4), np.int32)
-        first = np.zeros(capacity, np.int32)
-        if segments:
-            table[: len(segments)] = np.asarray(segments, np.int32)
-            first[: len(segments)] = positions
-        row_tiles = -(-n_tokens // tiling.row_tile)
-        # Parts have disjoint rows, so their row tiles add up to those of the chunk and one each.
-        tiles = (row_tiles + max_parts) * (row_tokens // tiling.kv_tile + max_pieces + 1)
-        return CausalSegments(
-            segments=jnp.asarray(table),
-            first_positions=jnp.asarray(first),
-            work=make_work_list(segments, tiling, tiles, visible=visible),
+    def work(segments, n_slots, max_segments, causal=False):
+        table = np.zeros((max_segments, 4), np.int32)
+        table[: len(segments)] = np.asarray(segments, np.int32).reshape(-1, 4)
+        tile = Tiling(min(tiling.row_tile, n_tokens), min(tiling.kv_tile, n_slots))
+        # Segments of one part of the context have disjoint rows or nest, so a row tile takes in
+        # at most a row's context, and each segment may leave one tile of rows and keys unfilled.
+        tiles = (-(-n_tokens // tile.row_tile) + max_segments) * (
+            -(-row_tokens // tile.kv_tile) + max_segments
+        )
+        return SegmentWork(
+            jnp.asarray(table),
+            make_work_list(
+                segments,
+                tile,
+                tiles,
+                causal=causal,
+                schedule=make_schedule(
+                    segments,
+                    kernels,
+                    n_rows=n_tokens,
+                    n_slots=n_slots,
+                    max_segments=max_segments,
+                    diagonals=[segment.base for segment in segments] if causal else None,
+                ),
+            ),
         )
 
     return PrefillPlan(
-        hot=causal(hot, hot_positions, max_parts * max_pieces),
-        cold=causal(cold, cold_positions, max_parts),
+        hot=work(hot, n_slots, max_hot),
+        cold=work(cold, n_rows * row_tokens, max_parts),
+        own=work(own, n_tokens, max_parts, causal=True),
     )
+
+
+def _earlier(part: ChunkPart) -> list[HotPiece]:
+    """The contiguous pieces of a part's context up to its first token."""
+    pieces, position = [], 0
+    for piece in part.hot:
+        length = min(piece.length, part.first - position)
+        if length <= 0:
+            break
+        pieces.append(piece._replace(length=length))
+        position += length
+    return pieces
 
 
 def prefill_attention(
     q: Float[Array, "T H D"],
+    new_k: Float[Array, "T K D"],
+    new_v: Float[Array, "T K D"],
     k: Float[Array, "N K D"],
     v: Float[Array, "N K D"],
     plan: PrefillPlan,
     pages: Int[Array, "B pages"],
-    positions: Int[Array, "T"],
     *,
     page_size: int,
     scale: float | None = None,
+    out_dtype: DTypeLike = jnp.float32,
 ) -> AttentionPartial:
     """Causal attention of the tokens of one chunk to the contexts of their requests.
 
     Args:
       q: queries of the chunk.
-      k: keys of one layer, the chunk's own already written.
+      new_k: keys of the chunk; rounded to the dtype of the pool before use, so that a prompt gives
+        the same keys however it is cut into chunks.
+      new_v: values of the chunk.
+      k: keys of one layer.
       v: values of one layer.
       plan: what the tokens attend to.
       pages: page tables of the batch, int32.
-      positions: position of each token in its request, int32.
       page_size: tokens of a page.
       scale: factor of the scores; ``D ** -0.5`` where None.
+      out_dtype: of the output.
 
     Returns:
       Output and log-sum-exp of every token and head; ``(0, -inf)`` for padding.
     """
     factor = q.shape[-1] ** -0.5 if scale is None else scale
 
-    def attend(part: CausalSegments, slots: Int[Array, "I"] | None) -> AttentionPartial:
-        return AttentionPartial(
-            *segment_attention(
-                q,
-                k,
-                v,
-                part.segments,
-                part.work.items,
-                part.work.n_items,
-                row_tile=part.work.tiling.row_tile,
-                kv_tile=part.work.tiling.kv_tile,
-                scale=factor,
-                slots=slots,
-                row_positions=positions,
-                first_positions=part.first_positions,
-            )
+    def attend(part: SegmentWork, keys, values, **options) -> RowPartials:
+        return segment_partials(
+            q,
+            keys,
+            values,
+            part.segments,
+            part.work.items,
+            part.work.n_items,
+            row_tile=part.work.tiling.row_tile,
+            kv_tile=part.work.tiling.kv_tile,
+            scale=factor,
+            schedule=part.work.schedule,
+            **options,
         )
 
-    return merge(
-        [attend(plan.hot, None), attend(plan.cold, page_slots(pages.reshape(-1), page_size))]
+    order = jnp.arange(q.shape[0], dtype=jnp.int32)
+    out, lse = merge_row_partials(
+        [
+            attend(plan.hot, k, v),
+            attend(plan.cold, k, v, slots=page_slots(pages.reshape(-1), page_size)),
+            attend(
+                plan.own,
+                new_k.astype(k.dtype),
+                new_v.astype(v.dtype),
+                row_positions=order,
+                first_positions=plan.own.segments[:, 0],
+            ),
+        ],
+        n_heads=q.shape[1],
+        out_dtype=out_dtype,
     )
+    return AttentionPartial(out, lse)

@@ -1,6 +1,7 @@
 """The decode batch: one row per request, as arrays of fixed shape, and how rows come and go."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -77,34 +78,53 @@ def check_request(request: Request) -> None:
         )
 
 
-def row_of(request: Request, pages: np.ndarray, n_pages: int) -> Batch:
-    """The row of a checked request that is not yet computed: a batch of one row."""
-    table = np.zeros((1, n_pages), np.int32)
-    table[0, : len(pages)] = pages
-    stop = np.full((1, MAX_STOP_TOKENS), -1, np.int32)
-    stop[0, : len(request.stop_tokens)] = request.stop_tokens
-    sampling = request.sampling
-    return Batch(
-        tokens=jnp.zeros(1, jnp.int32),
-        lengths=jnp.zeros(1, jnp.int32),
-        pages=jnp.asarray(table),
-        active=jnp.zeros(1, bool),
-        remaining=jnp.asarray([request.max_new_tokens], jnp.int32),
-        n_generated=jnp.zeros(1, jnp.int32),
-        stop_tokens=jnp.asarray(stop),
-        temperature=jnp.asarray([sampling.temperature], jnp.float32),
-        top_k=jnp.asarray([sampling.top_k], jnp.int32),
-        top_p=jnp.asarray([sampling.top_p], jnp.float32),
-        seed=jnp.asarray([sampling.seed], jnp.uint32),
+def rows_of(
+    entries: Sequence[tuple[int, Request, np.ndarray]],
+    *,
+    n_rows: int,
+    n_pages: int,
+    capacity: int,
+) -> tuple[np.ndarray, Batch]:
+    """Rows of checked requests that are not yet computed.
+
+    Args:
+      entries: row index, request and page numbers of each, at most ``capacity``.
+      n_rows: ``B``, rows of the batch they go to.
+      n_pages: ``T``, page capacity of a row.
+      capacity: ``R``, rows of the result, so that any number of requests shares one program.
+
+    Returns:
+      ``(indices, rows)``: where each row goes, ``B`` for padding, and a batch of ``R`` rows.
+    """
+    indices = np.full(capacity, n_rows, np.int32)
+    pages = np.zeros((capacity, n_pages), np.int32)
+    stop_tokens = np.full((capacity, MAX_STOP_TOKENS), -1, np.int32)
+    for i, (index, request, of_request) in enumerate(entries):
+        indices[i] = index
+        pages[i, : len(of_request)] = of_request
+        stop_tokens[i, : len(request.stop_tokens)] = request.stop_tokens
+
+    def column(of_request: Callable[[Request], float], dtype, padding=0):
+        values = [of_request(request) for _, request, _ in entries]
+        return jnp.asarray(values + [padding] * (capacity - len(values)), dtype)
+
+    empty = init(capacity, 1)
+    return indices, dataclasses.replace(
+        empty,
+        pages=jnp.asarray(pages),
+        stop_tokens=jnp.asarray(stop_tokens),
+        remaining=column(lambda request: request.max_new_tokens, jnp.int32),
+        temperature=column(lambda request: request.sampling.temperature, jnp.float32),
+        top_k=column(lambda request: request.sampling.top_k, jnp.int32),
+        top_p=column(lambda request: request.sampling.top_p, jnp.float32, 1),
+        seed=column(lambda request: request.sampling.seed, jnp.uint32),
     )
 
 
 @partial(jax.jit, donate_argnums=0)
-def set_row(batch: Batch, index: Int[Array, ""], row: Batch) -> Batch:
-    """Put a batch of one row at ``index``."""
-    return jax.tree.map(
-        lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y[0], index, 0), batch, row
-    )
+def set_rows(batch: Batch, indices: Int[Array, "R"], rows: Batch) -> Batch:
+    """Put rows at ``indices``; ``B`` drops one."""
+    return jax.tree.map(lambda x, y: x.at[indices].set(y, mode="drop"), batch, rows)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -135,13 +155,13 @@ def row_pages(batch: Batch, index: Int[Array, ""]) -> Int[Array, "T"]:
     return batch.pages[index]
 
 
-def compile_calls(batch: Batch) -> Batch:
+def compile_calls(batch: Batch, capacity: int) -> Batch:
     """Compile the calls above by ones that leave the batch as it is."""
     n_rows, n_pages = batch.pages.shape
-    row_pages(batch, jnp.int32(0))
-    row = jax.tree.map(lambda x: x[:1], batch)
-    batch = set_row(batch, jnp.int32(0), row)
-    batch = set_pages(batch, jnp.int32(0), np.zeros(n_pages, np.int32), 0)
+    row_pages(batch, np.int32(0))
+    rows = rows_of([], n_rows=n_rows, n_pages=n_pages, capacity=capacity)
+    batch = set_rows(batch, *rows)
+    batch = set_pages(batch, np.int32(0), np.zeros(n_pages, np.int32), 0)
     return reorder(batch, np.arange(n_rows, dtype=np.int32))
 
 

@@ -6,11 +6,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvgrain_jax.attention import make_rule
+from kvgrain_jax.attention import DispatchRule, load_costs, make_rule
 from kvgrain_jax.engine.model import Model
 from kvgrain_jax.errors import ConfigError
 from kvgrain_jax.pools import PoolGeometry
 from kvgrain_jax.prefix import policy
+from pallas_kernels.tuning import device_name
+
+RULES = ("auto", "meff", "calibrated")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,9 +21,14 @@ class EngineConfig:
     """Everything that shapes the engine's pools and programs.
 
     Attributes:
-      backend: ``"auto"`` dispatches every step by the ``meff`` rule, or one backend for all steps:
-        ``dense``, ``cascade``, ``paged``, ``cascade16``.
+      backend: ``"auto"`` dispatches every step, or one backend for all steps: ``dense``,
+        ``cascade``, ``paged``, ``cascade16``.
+      rule: how ``"auto"`` dispatches: ``"meff"`` by the threshold, ``"calibrated"`` by times that
+        ``experiments.dispatch_fit`` measured on this kind of device, ``"auto"`` calibrated where
+        there are such times and no threshold is given.
       m_sat: threshold of the ``meff`` rule; the device's own where None.
+      every_backend: compile each decode loop for all backends of the rule, also for those that it
+        cannot take with the rows of a bucket.
       page_size: tokens of a COLD page: 1, 4 or 16.
       hot_fraction: share of the pool that is HOT, in [0, 1]; 0 keeps every prefix in COLD.
       policy: ``"always"`` or ``"after_hits:N"``, see ``kvgrain_jax.prefix.policy``.
@@ -35,6 +43,8 @@ class EngineConfig:
       chunk_buckets: sizes the prefill is compiled for, ascending; ``(chunk_tokens,)`` where empty.
       chunk_requests: requests in one prefill call at most.
       decode_steps: decode steps between two looks of the host.
+      prefill_decode_steps: the same while prompts are still to be computed; at most
+        ``decode_steps``.
       max_slabs: live HOT slabs at most.
       max_segments: segments of one batch at most; pieces of prefixes beyond are read by pages.
       max_pieces: contiguous pieces of one request that a prefill reads as such.
@@ -46,7 +56,9 @@ class EngineConfig:
     """
 
     backend: str = "auto"
+    rule: str = "auto"
     m_sat: int | None = None
+    every_backend: bool = False
     page_size: int = 1
     hot_fraction: float = 0.2
     policy: str = "always"
@@ -60,6 +72,7 @@ class EngineConfig:
     chunk_buckets: tuple[int, ...] = ()
     chunk_requests: int = 8
     decode_steps: int = 8
+    prefill_decode_steps: int = 1
     max_slabs: int = 64
     max_segments: int = 64
     max_pieces: int = 8
@@ -68,18 +81,30 @@ class EngineConfig:
 
     def __post_init__(self):
         make_rule(self.backend, self.m_sat)
+        if self.rule not in RULES:
+            raise ConfigError(f"rule is {self.rule!r}; choose one of {', '.join(RULES)}.")
+        if self.rule == "calibrated" and self.m_sat is not None:
+            raise ConfigError(
+                "m_sat is the threshold of the meff rule; leave it out or choose meff."
+            )
         policy.parse(self.policy, self.min_hot_tokens)
         for name in (
             "max_batch",
             "chunk_tokens",
             "chunk_requests",
             "decode_steps",
+            "prefill_decode_steps",
             "max_slabs",
             "max_segments",
             "max_pieces",
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give at least 1.")
+        if self.prefill_decode_steps > self.decode_steps:
+            raise ConfigError(
+                f"prefill_decode_steps is {self.prefill_decode_steps}, more than the "
+                f"{self.decode_steps} of decode_steps."
+            )
         if self.max_context is not None and self.max_context < 1:
             raise ConfigError(f"max_context is {self.max_context}; give at least 1.")
         if (self.pool_tokens is None) == (self.pool_bytes is None):
@@ -89,6 +114,27 @@ class EngineConfig:
             if list(buckets) != sorted(set(buckets)) or buckets[0] < 1 or buckets[-1] != top:
                 raise ConfigError(f"{name} is {buckets}; give ascending sizes that end with {top}.")
             object.__setattr__(self, name, tuple(buckets))
+
+    def dispatch_rule(self, model: Model) -> DispatchRule:
+        """The dispatch rule for a model on this process's device.
+
+        Raises:
+          ConfigError: the calibrated rule is asked for where nothing fitting was measured.
+        """
+        costs = None
+        if self.rule != "meff":
+            costs = load_costs(
+                device_name(),
+                n_kv_heads=model.n_kv_heads,
+                group=model.n_heads // model.n_kv_heads,
+                head_dim=model.head_dim,
+            )
+        if self.rule == "calibrated" and costs is None:
+            raise ConfigError(
+                f"Nothing was measured for head dim {model.head_dim} on {device_name()}; run "
+                "experiments.dispatch_fit there, or choose the rule meff."
+            )
+        return make_rule(self.backend, self.m_sat, costs)
 
     def geometry(self, model: Model) -> PoolGeometry:
         """Pools of this configuration for a model.

@@ -13,10 +13,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from kvgrain_jax.attention import DecodePlan, DispatchRule, decode_attention
+from kvgrain_jax.attention import DecodePlan, decode_attention, longest_first
 from kvgrain_jax.engine.batch import Batch
+from kvgrain_jax.engine.ranks import Ranks
 from kvgrain_jax.engine.sampling import sample
 from kvgrain_jax.pools import KVCache, buffers, cold
+from kvgrain_jax.sharding import sample_sharded
 
 
 @jax.tree_util.register_dataclass
@@ -28,8 +30,8 @@ class DecodeTrace:
 
     Attributes:
       tokens: token of each row in each step, -1 where the row was not active.
-      backend: index in ``rule.backends`` of the backend each step took.
-      rows: active rows of each step; ``rows * G`` is what the ``meff`` rule compared to ``m_sat``.
+      backend: index in ``backends`` of the backend each step took.
+      rows: active rows of each step, which decided on the backend.
       n_steps: steps that ran.
       starved: the loop stopped because the COLD pool had too few free pages for the next step;
         nothing of that step was done.
@@ -44,7 +46,7 @@ class DecodeTrace:
 
 @partial(
     jax.jit,
-    static_argnames=("step", "n_rows", "max_steps", "rule", "page_size", "group"),
+    static_argnames=("step", "n_rows", "max_steps", "backends", "page_size", "ranks"),
     donate_argnames=("kv", "pool", "batch"),
 )
 def decode_loop(
@@ -53,15 +55,16 @@ def decode_loop(
     pool: cold.ColdState,
     batch: Batch,
     plan: DecodePlan,
+    choices: Int[Array, "choices"],
     n_steps: Int[Array, ""],
-    return_on_finish: Bool[Array, ""],
+    max_finished: Int[Array, ""],
     *,
     step,
     n_rows: int,
     max_steps: int,
-    rule: DispatchRule,
+    backends: tuple[str, ...],
     page_size: int,
-    group: int,
+    ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
 ) -> tuple[KVCache, cold.ColdState, Batch, DecodeTrace]:
     """Decode up to ``n_steps`` tokens of every active row.
 
@@ -71,19 +74,53 @@ def decode_loop(
       pool: COLD pool; donated.
       batch: the batch; donated. Active rows lie in front, ordered as the plan says.
       plan: what the rows share.
+      choices: ``[n_rows + 1]``, for each number of active rows the index in ``backends`` of the
+        backend that a step takes, see ``attention.make_choices``.
       n_steps: steps to run, at most ``max_steps``.
-      return_on_finish: stop after a step in which a row finished.
+      max_finished: stop after the step in which so many rows have finished.
       step: the model, see ``engine.model.Model.step``.
       n_rows: how many rows in front of the batch to compute (a bucket).
       max_steps: capacity of the trace.
-      rule: chooses the backend of each step.
+      backends: those that a step can take; a branch of the program is compiled for each.
       page_size: tokens of a page.
-      group: ``G``, query heads of one KV head, for the dispatch rule.
+      ranks: the devices that run the loop together.
 
     Returns:
-      ``(kv, pool, batch, trace)``. The loop ends after ``n_steps``, when no row is active, when a
-      row finished and ``return_on_finish`` is set, or when the COLD pool starves.
+      ``(kv, pool, batch, trace)``. The loop ends after ``n_steps``, when no row is active, when
+      ``max_finished`` rows have finished, or when the COLD pool starves.
     """
+    loop = partial(
+        _loop,
+        step=step,
+        n_rows=n_rows,
+        max_steps=max_steps,
+        backends=backends,
+        page_size=page_size,
+        axis=ranks.axis,
+    )
+    return ranks.run(
+        loop, params, kv, pool, batch, plan, choices, n_steps, max_finished, n_results=3
+    )
+
+
+def _loop(
+    params,
+    kv: KVCache,
+    pool: cold.ColdState,
+    batch: Batch,
+    plan: DecodePlan,
+    choices,
+    n_steps,
+    max_finished,
+    *,
+    step,
+    n_rows: int,
+    max_steps: int,
+    backends: tuple[str, ...],
+    page_size: int,
+    axis: str | None,
+) -> tuple[KVCache, cold.ColdState, Batch, DecodeTrace]:
+    """``decode_loop`` on one rank."""
     head = jax.tree.map(lambda x: x[:n_rows], batch)
     n_steps = jnp.minimum(n_steps, max_steps)
 
@@ -93,22 +130,29 @@ def decode_loop(
             (trace.n_steps < n_steps)
             & jnp.any(rows.active)
             & _enough_pages(pool, rows, page_size)
-            & ~(return_on_finish & finished)
+            & (finished < max_finished)
         )
 
     def body(state):
-        kv, pool, rows, trace, _ = state
+        kv, pool, rows, trace, finished = state
         pool, pages = _take_pages(pool, rows, page_size)
 
         def run(backend, kv):
-            attend = _attend(rows, pages, plan, backend=backend, page_size=page_size)
+            attend = _Attend(rows, pages, plan, backend=backend, page_size=page_size)
             return step(params, rows.tokens, rows.lengths, kv, attend)
 
         n_active = jnp.sum(rows.active, dtype=jnp.int32)
-        choice = rule.choose(n_active, group, plan.n_segments)
-        logits, kv = lax.switch(choice, [partial(run, name) for name in rule.backends], kv)
-        token = sample(
-            logits, rows.temperature, rows.top_k, rows.top_p, rows.seed, rows.n_generated
+        choice = choices[n_active]
+        logits, kv = lax.switch(choice, [partial(run, name) for name in backends], kv)
+        token = sample_sharded(
+            sample,
+            logits,
+            rows.temperature,
+            rows.top_k,
+            rows.top_p,
+            rows.seed,
+            rows.n_generated,
+            axis=axis,
         )
         trace = dataclasses.replace(
             trace,
@@ -118,7 +162,8 @@ def decode_loop(
             n_steps=trace.n_steps + 1,
         )
         after = _advance(rows, token, pages)
-        return kv, pool, after, trace, jnp.any(rows.active & ~after.active)
+        finished += jnp.sum(rows.active & ~after.active, dtype=jnp.int32)
+        return kv, pool, after, trace, finished
 
     trace = DecodeTrace(
         tokens=jnp.full((max_steps, n_rows), -1, jnp.int32),
@@ -127,7 +172,7 @@ def decode_loop(
         n_steps=jnp.int32(0),
         starved=jnp.bool_(False),
     )
-    kv, pool, head, trace, _ = lax.while_loop(cond, body, (kv, pool, head, trace, jnp.bool_(False)))
+    kv, pool, head, trace, _ = lax.while_loop(cond, body, (kv, pool, head, trace, jnp.int32(0)))
     starved = jnp.any(head.active) & ~_enough_pages(pool, head, page_size)
     batch = jax.tree.map(lambda x, y: x.at[:n_rows].set(y), batch, head)
     return kv, pool, batch, dataclasses.replace(trace, starved=starved)
@@ -151,28 +196,42 @@ def _take_pages(pool: cold.ColdState, rows: Batch, page_size: int):
     return pool, rows.pages.at[row, rows.lengths // page_size].set(new_pages, mode="drop")
 
 
-def _attend(rows: Batch, pages, plan: DecodePlan, *, backend: str, page_size: int):
-    """What the model calls in each layer: append the new keys and values, then attend."""
-    row = jnp.arange(rows.lengths.shape[0], dtype=jnp.int32)
-    page = pages.at[row, rows.lengths // page_size].get(mode="clip")
-    place = page * page_size + rows.lengths % page_size
+class _Attend:
+    """What the model calls in each layer: append the new keys and values, then attend.
 
-    def attend(kv: KVCache, layer: int, q, k, v):
-        slots = jnp.where(rows.active, place, kv.k[layer].shape[0])
-        kv = buffers.write(kv, layer, slots, k, v)
-        attention = decode_attention(
-            q,
-            kv.k[layer],
-            kv.v[layer],
-            plan,
-            pages,
-            jnp.where(rows.active, rows.lengths + 1, 0),
+    Called with projections as they come (``projected``), it encodes positions too, in the kernel
+    that appends.
+    """
+
+    def __init__(self, rows: Batch, pages, plan: DecodePlan, *, backend: str, page_size: int):
+        row = jnp.arange(rows.lengths.shape[0], dtype=jnp.int32)
+        page = pages.at[row, rows.lengths // page_size].get(mode="clip")
+        self.place = page * page_size + rows.lengths % page_size
+        self.active = rows.active
+        lengths = jnp.where(rows.active, rows.lengths + 1, 0)
+        self.attention = partial(
+            decode_attention,
+            plan=plan,
+            pages=pages,
+            lengths=lengths,
             backend=backend,
             page_size=page_size,
+            order=longest_first(plan, lengths, backend=backend),
         )
-        return attention.out.astype(q.dtype), kv
 
-    return attend
+    def __call__(self, kv: KVCache, layer: int, q, k, v):
+        kv = buffers.write(kv, layer, self._slots(kv), k, v)
+        return self._attend(kv, layer, q), kv
+
+    def projected(self, kv: KVCache, layer: int, qkv, cos, sin):
+        kv, q = buffers.write_projected(kv, layer, self._slots(kv), qkv, cos, sin)
+        return self._attend(kv, layer, q), kv
+
+    def _slots(self, kv: KVCache):
+        return jnp.where(self.active, self.place, kv.k[0].shape[0])
+
+    def _attend(self, kv: KVCache, layer: int, q):
+        return self.attention(q, kv.k[layer], kv.v[layer], out_dtype=q.dtype).out
 
 
 def _advance(rows: Batch, token, pages) -> Batch:

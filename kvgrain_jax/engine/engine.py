@@ -1,19 +1,22 @@
 """The engine: requests in, tokens out, by continuous batching.
 
 One ``step`` admits what fits, computes one chunk of prompts, and runs the decode loop for a few
-steps. The scheduler decides on the host; the engine carries it out on the device.
+steps. The scheduler decides on the host; the engine carries it out on the device. Both programs of a
+step are launched before either is waited for: what a request will hold is known without its tokens,
+so the host plans the loop while the device computes the chunk, and hands out first tokens while the
+loop runs.
 """
 
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvgrain_jax.attention import make_rule
+from kvgrain_jax.attention import Choices, Occupancy, Segment, kernel_shape, make_choices
 from kvgrain_jax.engine import batch as batches
 from kvgrain_jax.engine.config import EngineConfig
 from kvgrain_jax.engine.decode_loop import DecodeTrace, decode_loop
@@ -21,12 +24,15 @@ from kvgrain_jax.engine.metrics import RequestMetrics, RunMetrics, Sample, StepT
 from kvgrain_jax.engine.model import Model
 from kvgrain_jax.engine.packing import PromptPart, pack_chunk
 from kvgrain_jax.engine.prefill_step import prefill_step
+from kvgrain_jax.engine.ranks import Ranks
 from kvgrain_jax.engine.request import Request
 from kvgrain_jax.engine.rows import BatchPlan, Row, plan_batch
 from kvgrain_jax.engine.scheduler import Scheduler
 from kvgrain_jax.errors import KVGrainError, RequestError
+from kvgrain_jax.pools import cold
 from kvgrain_jax.prefix import PrefixCache
 from kvgrain_jax.prefix.policy import parse as parse_policy
+from kvgrain_jax.sharding import broadcast
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +50,15 @@ class TokenEvent:
     tokens: tuple[int, ...]
     finished: bool = False
     reason: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Decoding:
+    """A decode loop that the device runs: its plan, and what it leaves."""
+
+    plan: BatchPlan
+    pool: cold.ColdState
+    trace: DecodeTrace
 
 
 class Engine:
@@ -70,7 +85,8 @@ class Engine:
         self.max_context = min(config.max_context or model.max_context, model.max_context)
         row_pages = -(-self.max_context // geometry.page_size)
         policy = parse_policy(config.policy, config.min_hot_tokens)
-        self.cache = PrefixCache(geometry, policy, row_pages)
+        self._ranks = Ranks.of(model)
+        self.cache = PrefixCache(geometry, policy, row_pages, mesh=model.mesh)
         self.scheduler = Scheduler(
             self.cache,
             max_rows=config.max_batch,
@@ -79,9 +95,13 @@ class Engine:
             min_shared=config.min_hot_tokens,
         )
         self.metrics = RunMetrics(kv_bytes_per_token=geometry.bytes_per_token)
-        self._rule = make_rule(config.backend, config.m_sat)
+        self._rule = config.dispatch_rule(model)
         self._group = model.n_heads // model.n_kv_heads
-        self._batch = batches.init(config.max_batch, row_pages)
+        ranks = self._ranks.size
+        self._kernels = kernel_shape(
+            model.n_heads // ranks, model.n_kv_heads // ranks, model.head_dim
+        )
+        self._batch = self._ranks.whole(batches.init(config.max_batch, row_pages))
         self._params = model.params
         self._plan: BatchPlan | None = None
         self._start = time.perf_counter()
@@ -134,7 +154,7 @@ class Engine:
         if index is None:
             self.scheduler.withdraw(request_id)
         else:
-            self._batch = batches.deactivate(self._batch, jnp.int32(index))
+            self._batch = batches.deactivate(self._batch, np.int32(index))
             self._leave(index)
 
     @property
@@ -169,7 +189,7 @@ class Engine:
         for index, row in enumerate(self.scheduler.rows):
             if row:
                 tokens = row.kv_tokens.size if row.decoding else row.prompt.size
-                pages = np.asarray(batches.row_pages(self._batch, jnp.int32(index)))
+                pages = np.asarray(batches.row_pages(self._batch, np.int32(index)))
                 holders.append((row.reservation, pages[: -(-tokens // page)]))
         self.cache.check_integrity(holders)
 
@@ -200,62 +220,168 @@ class Engine:
         self.metrics = RunMetrics(kv_bytes_per_token=self.cache.geometry.bytes_per_token)
         self._start = time.perf_counter()
         while pending or self.has_work:
-            while pending and pending[0].arrival <= self.now:
+            # Every process of a mesh must submit the same requests, so one clock decides.
+            now = float(broadcast(np.float64(self.now)))
+            while pending and pending[0].arrival <= now:
                 self.submit(pending.popleft())
             if not self.has_work:
-                time.sleep(max(0.0, pending[0].arrival - self.now))
+                time.sleep(max(0.0, pending[0].arrival - now))
                 continue
-            for event in self.step():
+            for event in self._step():
                 if on_event:
                     on_event(event)
         return self.metrics
 
     def step(self) -> list[TokenEvent]:
         """Admit, compute one chunk of prompts, decode a few tokens of every active row."""
-        self._admit()
-        return self._prefill() + self._decode()
+        return list(self._step())
 
-    def warmup(self) -> None:
-        """Compile the programs of every bucket, so that no request waits for it."""
-        self.cache.ledger.compile()
-        self._batch = batches.compile_calls(self._batch)
-        for size in self.config.chunk_buckets:
-            self._call_prefill([], size)
+    def prefill(self) -> list[TokenEvent]:
+        """Only admit, and compute one chunk of prompts."""
+        self._admit()
+        left: list[int] = []
+        events = list(self._wait_prefill(self._launch_prefill(), left))
+        for index in left:
+            self._leave(index)
+        return events
+
+    def decode(self, n_steps: int, backend: str | None = None) -> list[TokenEvent]:
+        """Only decode: ``n_steps`` tokens of every row that decodes now.
+
+        Args:
+          n_steps: steps, at most ``config.decode_steps``.
+          backend: takes the place of the dispatch, one of ``BACKENDS``; for measurements.
+        """
+        decoding = self._launch_decode(n_steps, backend)
+        left: list[int] = []
+        events = list(self._wait_decode(decoding, left)) if decoding else []
+        for index in left:
+            self._leave(index)
+        return events
+
+    def warmup(self, on_program: Callable[[str], None] | None = None) -> None:
+        """Compile the programs of every bucket, so that no request waits for it.
+
+        Args:
+          on_program: called with the name of each program before it is compiled.
+        """
+        for name, compile_program in self.programs():
+            if on_program:
+                on_program(name)
+            compile_program()
+
+    def programs(self) -> list[tuple[str, Callable[[], object]]]:
+        """Name of each program and a call that compiles it by a run that changes nothing."""
+
+        def bookkeeping():
+            self.cache.ledger.compile()
+            self._batch = batches.compile_calls(self._batch, self.config.chunk_requests)
+
+        def prefill(size: int):
+            return lambda: self._launch_chunk([], size)
+
+        def decode(n_rows: int, backends: tuple[str, ...]):
+            choices = Choices(backends, np.zeros(n_rows + 1, np.int32))
+            plan = dataclasses.replace(self._make_plan(n_rows), choices=choices)
+            return lambda: list(self._wait_decode(self._launch_loop(n_rows, plan, 0), []))
+
+        found: list[tuple[str, Callable[[], object]]] = [("bookkeeping", bookkeeping)]
+        found += [(f"prefill of {n} tokens", prefill(n)) for n in self.config.chunk_buckets]
         for n_rows in self.config.batch_buckets:
-            self._call_decode(n_rows, self._make_plan(n_rows), 0)
+            for backends in self._backend_sets(n_rows):
+                name = f"decode of {n_rows} rows, {' or '.join(backends)}"
+                found.append((name, decode(n_rows, backends)))
+        return found
+
+    def _backend_sets(self, n_rows: int) -> list[tuple[str, ...]]:
+        """Sets of backends for which a bucket's loop is compiled ahead of time."""
+        rule = self._rule
+        if len(rule.backends) == 1 or self.config.every_backend:
+            return [rule.backends]
+        if rule.costs is not None:
+            return [(name,) for name in rule.backends]
+        shared = Occupancy(n_rows, self._group, [Segment(0, 1, 0, n_rows)])
+        empty = Occupancy(n_rows, self._group, [])
+        return [
+            make_choices(rule, occupancy, n_rows=n_rows, least=self._least_rows(n_rows)).backends
+            for occupancy in (shared, empty)
+        ]
+
+    # -- one step --------------------------------------------------------------------------------
+
+    def _step(self) -> Iterator[TokenEvent]:
+        self._admit()
+        prefill = self._launch_prefill()
+        decode = self._launch_decode()
+        left: list[int] = []  # rows that have ended
+        yield from self._wait_prefill(prefill, left)
+        if decode:
+            yield from self._wait_decode(decode, left)
+        for index in left:
+            self._leave(index)
+        if decode:
+            self._sample()
 
     def _admit(self) -> None:
         admission = self.scheduler.admit()
         for index in admission.moved:
             self._set_pages(index)
-        for index in admission.new:
-            row = self._row(index)
-            state = batches.row_of(row.request, row.reservation.pages, self.cache.row_pages)
-            self._batch = batches.set_row(self._batch, jnp.int32(index), state)
+        new = [(index, self._row(index)) for index in admission.new]
+        size = self.config.chunk_requests
+        for start in range(0, len(new), size):
+            self._batch = batches.set_rows(
+                self._batch,
+                *batches.rows_of(
+                    [
+                        (i, row.request, row.reservation.pages)
+                        for i, row in new[start : start + size]
+                    ],
+                    n_rows=self.config.max_batch,
+                    n_pages=self.cache.row_pages,
+                    capacity=size,
+                ),
+            )
         if admission.new or admission.moved:
             self._plan = None
 
-    def _prefill(self) -> list[TokenEvent]:
+    def _launch_prefill(self) -> tuple[list[Row], jax.Array] | None:
+        """Start the next chunk; prompts that it completes decode from now on.
+
+        Returns:
+          The rows whose prompts it computes, and for each its first token if the prompt is complete.
+        """
         parts = self.scheduler.next_parts()
         if not parts:
-            return []
+            return None
         used = sum(part.n_tokens for part in parts)
         size = next(size for size in self.config.chunk_buckets if size >= used)
-        tokens = self._call_prefill(parts, size)
-        events = []
-        for part, token in zip(parts, tokens, strict=False):
-            row = self.scheduler.computed(part)
+        tokens = self._launch_chunk(parts, size)
+        rows = [self.scheduler.computed(part) for part in parts]
+        for part in parts:
             if part.completes:
                 self._set_pages(part.row)
                 self._plan = None
-                row.first_token = self.now
-                events.append(self._give(part.row, [int(token)]))
-        return events
+        return rows, tokens
 
-    def _decode(self) -> list[TokenEvent]:
+    def _wait_prefill(
+        self, prefill: tuple[list[Row], jax.Array] | None, left: list[int]
+    ) -> Iterator[TokenEvent]:
+        """Wait for the chunk; hand out the first tokens of the prompts that it completed."""
+        if prefill is None:
+            return
+        rows, tokens = prefill
+        for row, token in zip(rows, np.asarray(tokens), strict=False):
+            if row.decoding:
+                row.first_token = self.now
+                yield self._give(self.scheduler.rows.index(row), [int(token)], left)
+
+    def _launch_decode(
+        self, n_steps: int | None = None, backend: str | None = None
+    ) -> "_Decoding | None":
+        """Start the decode loop for the rows whose prompts are complete."""
         n_active = self.scheduler.n_decoding
         if not n_active:
-            return []
+            return None
         n_rows = next(size for size in self.config.batch_buckets if size >= n_active)
         if self._plan is None:
             order = self.scheduler.sort()
@@ -263,25 +389,37 @@ class Engine:
                 self._batch = batches.reorder(self._batch, np.asarray(order, np.int32))
             self._plan = self._make_plan(n_rows)
         plan = self._plan
-        trace = self._call_decode(n_rows, plan, self.config.decode_steps)
+        if backend is not None:
+            choices = Choices((backend,), np.zeros(n_rows + 1, np.int32))
+            plan = dataclasses.replace(plan, choices=choices)
+        if n_steps is None:
+            more_prompts = n_active < len(self.scheduler.running)
+            config = self.config
+            n_steps = config.prefill_decode_steps if more_prompts else config.decode_steps
+        return self._launch_loop(n_rows, plan, n_steps)
+
+    def _wait_decode(self, decoding: "_Decoding", left: list[int]) -> Iterator[TokenEvent]:
+        """Wait for the loop; hand out its tokens."""
+        trace, n_free = jax.device_get((decoding.trace, decoding.pool.n_free))
+        self.cache.decoded(decoding.pool, int(n_free))
         if trace.starved:
             raise KVGrainError("The COLD pool starved although every request had its pages.")
+        plan = decoding.plan
         tokens = np.asarray(trace.tokens)[: int(trace.n_steps)]
         for step in range(len(tokens)):
-            backend = self._rule.backends[trace.backend[step]]
+            backend = plan.choices.backends[trace.backend[step]]
             rows = int(trace.rows[step])
+            reason = self._rule.reason(plan.occupancy, rows)
             read = plan.prefix_tokens_read(backend, tokens[step] >= 0)
-            self.metrics.steps.append(StepTrace(backend, rows, rows * self._group, read))
-        events = [
-            self._give(index, [int(token) for token in tokens[:, index] if token >= 0])
-            for index in range(n_active)
-        ]
-        self._sample()
-        return events
+            self.metrics.steps.append(StepTrace(backend, rows, rows * self._group, reason, read))
+        for index, column in enumerate(tokens.T.tolist()):
+            new = [token for token in column if token >= 0]
+            if new:
+                yield self._give(index, new, left)
 
     # -- device calls ----------------------------------------------------------------------------
 
-    def _call_prefill(self, parts: Sequence[PromptPart], size: int) -> np.ndarray:
+    def _launch_chunk(self, parts: Sequence[PromptPart], size: int) -> jax.Array:
         geometry, ledger = self.cache.geometry, self.cache.ledger
         chunk = pack_chunk(
             parts,
@@ -291,51 +429,64 @@ class Engine:
             n_slots=geometry.n_slots,
             max_parts=self.config.chunk_requests,
             max_pieces=self.config.max_pieces,
+            kernels=self._kernels,
         )
         ledger.kv, self._batch, tokens = prefill_step(
             self._params,
             ledger.kv,
             self._batch,
-            chunk,
+            self._ranks.whole(chunk),
             step=self.model.step,
             page_size=geometry.page_size,
+            ranks=self._ranks,
         )
-        return np.asarray(tokens)
+        return tokens
 
-    def _call_decode(self, n_rows: int, plan: BatchPlan, n_steps: int) -> DecodeTrace:
+    def _launch_loop(self, n_rows: int, plan: BatchPlan, n_steps: int) -> "_Decoding":
         ledger = self.cache.ledger
+        # While requests wait, the loop ends when a sixteenth of the rows has finished: each return
+        # costs a new plan and a chunk of prompts, an idle row costs little.
+        quota = max(1, n_rows // 16) if self.scheduler.waiting else n_rows
         ledger.kv, pool, self._batch, trace = decode_loop(
             self._params,
             ledger.kv,
             ledger.pools.cold,
             self._batch,
             plan.device,
-            jnp.int32(n_steps),
-            jnp.bool_(bool(self.scheduler.waiting)),
+            *self._ranks.whole(
+                (jnp.asarray(plan.choices.table), jnp.int32(n_steps), jnp.int32(quota))
+            ),
             step=self.model.step,
             n_rows=n_rows,
             max_steps=self.config.decode_steps,
-            rule=self._rule,
+            backends=plan.choices.backends,
             page_size=self.cache.geometry.page_size,
-            group=self._group,
+            ranks=self._ranks,
         )
-        trace, n_free = jax.device_get((trace, pool.n_free))
-        self.cache.decoded(pool, int(n_free))
-        return trace
+        return _Decoding(plan, pool, trace)
 
     def _make_plan(self, n_rows: int) -> BatchPlan:
-        return plan_batch(
+        plan = plan_batch(
             self.scheduler.rows[:n_rows],
             self.cache,
-            backend=self.config.backend,
+            rule=self._rule,
+            group=self._group,
             max_segments=self.config.max_segments,
+            least_rows=self._least_rows(n_rows),
+            every_backend=self.config.every_backend,
+            kernels=self._kernels,
         )
+        return dataclasses.replace(plan, device=self._ranks.whole(plan.device))
+
+    def _least_rows(self, n_rows: int) -> int:
+        """Fewest rows for which the bucket of ``n_rows`` is taken."""
+        return 1 + max((size for size in self.config.batch_buckets if size < n_rows), default=0)
 
     def _set_pages(self, index: int) -> None:
         pages = self._row(index).reservation.pages
         table = np.zeros(self.cache.row_pages, np.int32)
         table[: len(pages)] = pages
-        self._batch = batches.set_pages(self._batch, jnp.int32(index), table, len(pages))
+        self._batch = batches.set_pages(self._batch, np.int32(index), table, len(pages))
 
     # -- results ---------------------------------------------------------------------------------
 
@@ -344,8 +495,8 @@ class Engine:
         assert row is not None, index
         return row
 
-    def _give(self, index: int, new: list[int]) -> TokenEvent:
-        """Take new tokens of a row; a finished row leaves the batch."""
+    def _give(self, index: int, new: list[int], left: list[int]) -> TokenEvent:
+        """Take new tokens of a row; a finished one is noted in ``left``."""
         row = self._row(index)
         row.tokens += new
         reason = row.finish_reason
@@ -362,11 +513,11 @@ class Engine:
                     reason=reason,
                 )
             )
-            self._leave(index)
+            left.append(index)
         return TokenEvent(row.request.id, tuple(new), reason is not None, reason)
 
     def _leave(self, index: int) -> None:
-        pages = np.asarray(batches.row_pages(self._batch, jnp.int32(index)))
+        pages = np.asarray(batches.row_pages(self._batch, np.int32(index)))
         self.scheduler.leave(index, pages)
         self._plan = None
 

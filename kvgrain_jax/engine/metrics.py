@@ -77,6 +77,7 @@ class StepTrace:
       backend: name of the backend.
       rows: rows that were decoded.
       m_eff: ``rows * G``, what the ``meff`` rule looks at.
+      reason: why the dispatch took this backend, with the figures that decided.
       prefix_tokens_read: tokens of shared prefixes whose keys and values the step read: once for
         each segment with ``dense`` and ``cascade``, once for each row with ``paged``.
     """
@@ -84,6 +85,7 @@ class StepTrace:
     backend: str
     rows: int
     m_eff: int
+    reason: str
     prefix_tokens_read: int
 
 

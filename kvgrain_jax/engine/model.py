@@ -4,6 +4,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from jax.sharding import Mesh
+
+from kvgrain_jax.sharding import TP
+
 
 @dataclasses.dataclass(frozen=True)
 class Model:
@@ -15,7 +19,10 @@ class Model:
         packed chunk of tokens of several requests). The function calls
         ``out, cache = attend(cache, layer, q, k, v)`` once per layer, ``layer`` a Python int, ``q``
         ``[T, H, D]``, ``k`` and ``v`` ``[T, K, D]`` after position encoding; ``out`` is ``[T, H, D]``
-        in the dtype of ``q``. ``logits`` are float32 ``[T, V]``, or ``[R, V]`` for the tokens
+        in the dtype of ``q``. Where ``attend`` has a method ``projected``, a model may call
+        ``out, cache = attend.projected(cache, layer, qkv, cos, sin)`` instead, ``qkv``
+        ``[T, K, G + 2, D]`` before half-rotation position encoding, which is then done by the kernel
+        that writes the keys. ``logits`` are float32 ``[T, V]``, or ``[R, V]`` for the tokens
         ``rows`` (int32 ``[R]``) names.
       params: pytree of the weights.
       n_layers: ``L``.
@@ -24,6 +31,11 @@ class Model:
       head_dim: ``D``.
       vocabulary: number of token ids.
       max_context: longest sequence, prompt and output together, in tokens.
+      mesh: devices that run the model together, None for one device. With a mesh, ``step`` is called
+        inside ``jax.shard_map`` over it: ``params`` and the heads of ``q``, ``k`` and ``v`` are then
+        the rank's part, ``logits`` those of its part of the vocabulary, ``tokens``, ``positions``
+        and ``rows`` are whole. The numbers above stay those of all ranks together.
+      params_spec: with a mesh, pytree of ``PartitionSpec`` like ``params``.
     """
 
     step: Callable[..., Any]
@@ -34,3 +46,10 @@ class Model:
     head_dim: int
     vocabulary: int
     max_context: int
+    mesh: Mesh | None = None
+    params_spec: Any = None
+
+    @property
+    def axis(self) -> str | None:
+        """Mesh axis of the ranks; None without a mesh."""
+        return None if self.mesh is None else TP

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from kvgrain_jax.attention import ChunkPart, make_prefill_plan
+from kvgrain_jax.attention import ChunkPart, HotPiece, KernelShape, make_prefill_plan
 from kvgrain_jax.engine.prefill_step import Chunk
 
 
@@ -18,14 +18,14 @@ class PromptPart(NamedTuple):
       prompt: all its prompt tokens.
       first: first token to compute.
       n_tokens: how many.
-      hot: ``(base, length)`` of the contiguous pieces at the front of its context.
+      hot: the contiguous pieces at the front of its context.
     """
 
     row: int
     prompt: np.ndarray
     first: int
     n_tokens: int
-    hot: tuple[tuple[int, int], ...]
+    hot: tuple[HotPiece, ...]
 
     @property
     def completes(self) -> bool:
@@ -42,6 +42,7 @@ def pack_chunk(
     n_slots: int,
     max_parts: int,
     max_pieces: int,
+    kernels: KernelShape | None = None,
 ) -> Chunk:
     """Pack parts one behind the other. The shapes depend on the keyword arguments only.
 
@@ -52,8 +53,9 @@ def pack_chunk(
       row_tokens: tokens of a row's page table.
       n_slots: ``N``, slots of the pool.
       max_parts: capacity in requests.
-      max_pieces: contiguous pieces of a request that are read as such; further ones are read
-        through the page table.
+      max_pieces: contiguous pieces of a chunk beyond one for each request that are read as such;
+        further ones are read through the page tables.
+      kernels: shape to schedule the GPU kernels for.
     """
     tokens = np.zeros(size, np.int32)
     positions = np.full(size, -1, np.int32)
@@ -69,7 +71,7 @@ def pack_chunk(
         tokens[span] = part.prompt[part.first : part.first + part.n_tokens]
         positions[span] = np.arange(part.first, part.first + part.n_tokens)
         rows[span] = part.row
-        chunk_parts.append(ChunkPart(part.row, part.first, part.n_tokens, part.hot[:max_pieces]))
+        chunk_parts.append(ChunkPart(part.row, part.first, part.n_tokens, part.hot))
         if part.completes:
             last[i], last_rows[i], lengths[i] = start - 1, part.row, part.prompt.size
     return Chunk(
@@ -82,9 +84,11 @@ def pack_chunk(
         plan=make_prefill_plan(
             chunk_parts,
             n_tokens=size,
+            n_rows=n_rows,
             row_tokens=row_tokens,
             n_slots=n_slots,
             max_parts=max_parts,
             max_pieces=max_pieces,
+            kernels=kernels,
         ),
     )

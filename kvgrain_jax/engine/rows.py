@@ -5,7 +5,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvgrain_jax.attention import DecodePlan, HotPiece, Segment, find_segments, make_plan
+from kvgrain_jax.attention import (
+    Choices,
+    DecodePlan,
+    DispatchRule,
+    HotPiece,
+    KernelShape,
+    Occupancy,
+    Segment,
+    find_segments,
+    make_choices,
+    make_plan,
+)
 from kvgrain_jax.engine.request import Request
 from kvgrain_jax.prefix import PrefixCache, Reservation
 
@@ -56,12 +67,16 @@ class BatchPlan:
 
     Attributes:
       device: the plan that the decode loop takes.
+      choices: the backend that a step takes, by its active rows.
+      occupancy: what the choices were made from.
       read_once: prefix tokens that a step reads once for all rows.
       read_by_row: prefix tokens that each row reads for itself besides, ``[B]``.
       prefix_of_row: tokens of shared prefixes in each row's context, ``[B]``.
     """
 
     device: DecodePlan
+    choices: Choices
+    occupancy: Occupancy
     read_once: int
     read_by_row: np.ndarray
     prefix_of_row: np.ndarray
@@ -79,17 +94,29 @@ def sort_key(cache: PrefixCache, row: Row) -> tuple:
 
 
 def plan_batch(
-    rows: Sequence[Row | None], cache: PrefixCache, *, backend: str, max_segments: int
+    rows: Sequence[Row | None],
+    cache: PrefixCache,
+    *,
+    rule: DispatchRule,
+    group: int,
+    max_segments: int,
+    least_rows: int = 1,
+    every_backend: bool = False,
+    kernels: KernelShape | None = None,
 ) -> BatchPlan:
     """Plan the decode steps of rows in the order of ``sort_key``.
 
     Args:
       rows: one for each row of the bucket; None and rows in prefill do not decode.
       cache: where their prefixes lie.
-      backend: ``cascade16`` shares what all rows have in common, through the pages of row 0; any
-        other shares the HOT pieces of each prefix class.
+      rule: chooses the backends. Where it has only ``cascade16``, what all rows have in common is
+        shared through the pages of row 0; else the HOT pieces of each prefix class are.
+      group: ``G``, query heads of one KV head.
       max_segments: segments of a plan at most. Where there are more, the innermost pieces are
         read through the rows' page tables instead.
+      least_rows: fewest rows that enter this bucket, see ``make_choices``.
+      every_backend: see ``make_choices``.
+      kernels: shape to schedule the GPU kernels for.
     """
     decoding = [row for row in rows if row and row.decoding]
     prefixes = np.zeros(len(rows), np.int64)
@@ -97,7 +124,7 @@ def plan_batch(
     for i, path in enumerate(paths):
         prefixes[i] = sum(node.length for node in path if node.is_prefix)
     n_slots = cache.geometry.n_slots
-    if backend == "cascade16":
+    if rule.backends == ("cascade16",):
         common = 0
         for nodes in zip(*paths, strict=False):
             if any(node is not nodes[0] for node in nodes) or len(decoding) < 2:
@@ -112,12 +139,23 @@ def plan_batch(
         while len(segments) > max_segments:
             depth -= 1
             segments = find_segments([p[:depth] for p in pieces])
-    plan = make_plan(segments, n_rows=len(rows), n_slots=n_slots, max_segments=max_segments)
     starts = np.zeros(len(rows), np.int64)
     for segment in segments:
         starts[segment.first_row : segment.first_row + segment.n_rows] += segment.length
+    tokens = sum(row.prompt.size + len(row.tokens) for row in decoding) - starts.sum()
+    occupancy = Occupancy(len(decoding), group, segments, float(tokens) / max(1, len(decoding)))
     return BatchPlan(
-        device=plan,
+        device=make_plan(
+            segments,
+            n_rows=len(rows),
+            n_slots=n_slots,
+            max_segments=max_segments,
+            kernels=kernels,
+        ),
+        choices=make_choices(
+            rule, occupancy, n_rows=len(rows), least=least_rows, every=every_backend
+        ),
+        occupancy=occupancy,
         read_once=sum(segment.length for segment in segments),
         read_by_row=np.maximum(prefixes - starts, 0),
         prefix_of_row=prefixes,

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from kvgrain_jax.attention import HotPiece
 from kvgrain_jax.engine.packing import PromptPart
 from kvgrain_jax.engine.request import Request
 from kvgrain_jax.engine.rows import Row, sort_key
@@ -151,8 +152,7 @@ class Scheduler:
         for index, row in prefill[: self.chunk_requests]:
             n = min(left, row.prompt.size - row.computed)
             if n:
-                pieces = self.cache.hot_pieces(row.reservation)
-                hot = tuple((base, length) for _, base, length in pieces)
+                hot = tuple(HotPiece(*p) for p in self.cache.hot_pieces(row.reservation))
                 parts.append(PromptPart(index, row.prompt, row.computed, n, hot))
             left -= n
         return parts
@@ -219,8 +219,10 @@ class Scheduler:
     def _is_being_computed(self, request: Request) -> bool:
         prompt = np.asarray(request.prompt)
         cached = self.cache.index.match(prompt, limit=prompt.size - 1).length
+        # Nearly all prompts differ right behind what is cached.
+        head = slice(cached, cached + max(self.min_shared, 1))
         for row in self.running:
-            if not row.reservation.committed:
+            if not row.reservation.committed and np.array_equal(prompt[head], row.prompt[head]):
                 n = min(prompt.size, row.prompt.size)
                 differ = np.flatnonzero(prompt[:n] != row.prompt[:n])
                 common = int(differ[0]) if differ.size else n

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvgrain_jax.pools.geometry import PoolGeometry
-from pallas_kernels import append_kv
+from pallas_kernels import append_kv, rope_append
 
 
 @jax.tree_util.register_dataclass
@@ -48,10 +48,29 @@ def write(
 
     In place when the cache is donated. See ``pallas_kernels.append_kv``.
     """
-    new_k, new_v = append_kv(cache.k[layer], cache.v[layer], k, v, slots)
+    return _with_layer(cache, layer, *append_kv(cache.k[layer], cache.v[layer], k, v, slots))
+
+
+def write_projected(
+    cache: KVCache,
+    layer: int,
+    slots: Int[Array, "T"],
+    qkv: Float[Array, "T K G_and_2 D"],
+    cos: Float[Array, "T half"],
+    sin: Float[Array, "T half"],
+) -> tuple[KVCache, Float[Array, "T H D"]]:
+    """Encode positions, write keys and values as ``write`` does, and return the queries.
+
+    See ``pallas_kernels.rope_append``.
+    """
+    k, v, q = rope_append(cache.k[layer], cache.v[layer], qkv, cos, sin, slots)
+    return _with_layer(cache, layer, k, v), q
+
+
+def _with_layer(cache: KVCache, layer: int, k: Array, v: Array) -> KVCache:
     return KVCache(
-        k=(*cache.k[:layer], new_k, *cache.k[layer + 1 :]),
-        v=(*cache.v[:layer], new_v, *cache.v[layer + 1 :]),
+        k=(*cache.k[:layer], k, *cache.k[layer + 1 :]),
+        v=(*cache.v[:layer], v, *cache.v[layer + 1 :]),
     )
 
 

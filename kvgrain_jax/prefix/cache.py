@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from jax.sharding import Mesh
 
 from kvgrain_jax.errors import PoolCorrupted
 from kvgrain_jax.pools import PoolGeometry, cold
@@ -35,18 +36,25 @@ class PrefixCache:
       geometry: sizes of the pools.
       policy: which prefixes go to HOT.
       row_pages: pages of the longest context of a request.
+      mesh: devices over which the KV heads are cut; None for the default device.
 
     Attributes:
       index: the radix tree; owns the slots of its nodes.
       ledger: pools and KV buffers, on the device.
     """
 
-    def __init__(self, geometry: PoolGeometry, policy: AdmissionPolicy, row_pages: int):
+    def __init__(
+        self,
+        geometry: PoolGeometry,
+        policy: AdmissionPolicy,
+        row_pages: int,
+        mesh: Mesh | None = None,
+    ):
         self.geometry = geometry
         self.policy = policy
         self.row_pages = row_pages
         self.index = RadixIndex(geometry.page_size)
-        self.ledger = PoolLedger(geometry, row_pages)
+        self.ledger = PoolLedger(geometry, row_pages, mesh)
 
     # -- the life of a request -----------------------------------------------------------------
 

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from kvgrain_jax.errors import PoolCorrupted, PoolExhausted
 from kvgrain_jax.pools import KVCache, PoolGeometry, PoolState, buffers, cold, hot, lending
 from kvgrain_jax.prefix.node import Hot, Piece
+from kvgrain_jax.sharding import KV_HEADS, REPLICATED, put
 
 COPY_TOKENS = 1024  # tokens that one call of the copy into a slab moves
 
@@ -32,6 +34,7 @@ class PoolLedger:
     Args:
       geometry: sizes of the pools.
       row_pages: pages of the longest context of a request.
+      mesh: devices over which the KV heads are cut; None for the default device.
 
     Attributes:
       pools: HOT and COLD allocators.
@@ -41,11 +44,15 @@ class PoolLedger:
       lent: pages that HOT has lent to COLD.
     """
 
-    def __init__(self, geometry: PoolGeometry, row_pages: int):
+    def __init__(self, geometry: PoolGeometry, row_pages: int, mesh: Mesh | None = None):
         self.geometry = geometry
         self.row_pages = row_pages
-        self.pools: PoolState = lending.init(geometry)
-        self.kv: KVCache = buffers.init(geometry)
+        whole = parts = None
+        if mesh is not None:
+            whole, parts = NamedSharding(mesh, REPLICATED), NamedSharding(mesh, KV_HEADS)
+        self.pools: PoolState = put(lending.init(geometry), whole)
+        # Under jit each device makes its own part; made whole first, the pool might not fit.
+        self.kv: KVCache = jax.jit(lambda: buffers.init(geometry), out_shardings=parts)()
         self.cold_free = geometry.n_pages - geometry.n_hot // geometry.page_size
         self.outstanding = 0
         self.lent = 0

@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.append import xla
-from pallas_kernels.implementation import device_reason, interpreting, select
+from pallas_kernels.implementation import device_reason, interpreting, select, trace_once
 
 
 def append_kv(
@@ -37,7 +37,7 @@ def append_kv(
     def run_triton():
         from pallas_kernels.append import triton
 
-        return triton.append_kv(*args, interpret=interpreting())
+        return trace_once(triton.append_kv, *args, interpret=interpreting())
 
     candidates = {
         "triton": (run_triton, device_reason("triton", least=(8, 0), below=(13, 0))),

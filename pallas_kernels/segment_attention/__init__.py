@@ -1,6 +1,7 @@
 """Attention of runs of rows to contiguous ranges of keys and values."""
 
 from pallas_kernels.segment_attention.api import segment_attention as segment_attention
+from pallas_kernels.segment_attention.api import segment_partials as segment_partials
 from pallas_kernels.segment_attention.schedule import Capacity as Capacity
 from pallas_kernels.segment_attention.schedule import Schedule as Schedule
 from pallas_kernels.segment_attention.schedule import build_schedule as build_schedule

@@ -1,8 +1,11 @@
 """Segment attention: many rows share one range of keys and values."""
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.implementation import device_reason, interpreting, select
+from pallas_kernels.implementation import device_reason, interpreting, select, trace_once
+from pallas_kernels.row_partials import RowPartials
 from pallas_kernels.segment_attention import limits, xla
 from pallas_kernels.segment_attention.schedule import Schedule
 
@@ -44,12 +47,13 @@ def segment_attention(
       scale: factor of the scores, ``D ** -0.5`` for most models.
       slots: indirection from a segment's index to a pool slot (shared paged prefixes).
       row_positions: position of each row's token in its sequence. With ``first_positions`` it
-        turns on the causal mask: a row sees the keys at positions up to its own.
+        turns on the causal mask: a row sees the keys at positions up to its own. GPU kernels need
+        a schedule with the diagonals that say the same.
       first_positions: position of the first key of each segment.
       schedule: the same segments' work for the GPU kernels, from ``build_schedule``. Without it
         only ``"xla"`` runs, which in turn does not read it.
       implementation: ``"auto"``, ``"mosaic"`` (Hopper: bfloat16 or float16, contiguous segments),
-        ``"triton"`` (sm_80 and later, no causal mask) or ``"xla"``.
+        ``"triton"`` (sm_80 and later) or ``"xla"``.
 
     Returns:
       ``(out, lse)`` in float32: the normalised output, and the natural log of the sum of
@@ -60,6 +64,104 @@ def segment_attention(
 
     Source: GraniKV §3.5 (dense and cascade backends over the HOT pool); Hydragen.
     """
+    result = _run(
+        q,
+        k,
+        v,
+        segments,
+        work,
+        n_work,
+        row_tile=row_tile,
+        kv_tile=kv_tile,
+        scale=scale,
+        slots=slots,
+        row_positions=row_positions,
+        first_positions=first_positions,
+        schedule=schedule,
+        implementation=implementation,
+    )
+    if isinstance(result, RowPartials):
+        from pallas_kernels.merge import triton
+
+        return trace_once(
+            triton.merge_row_partials,
+            [result],
+            n_heads=q.shape[1],
+            out_dtype=jnp.float32,
+            interpret=interpreting(),
+        )
+    return result
+
+
+def segment_partials(
+    q: Float[Array, "B H D"],
+    k: Float[Array, "N K D"],
+    v: Float[Array, "N K D"],
+    segments: Int[Array, "C 4"],
+    work: Int[Array, "W 3"],
+    n_work: Int[Array, ""],
+    *,
+    row_tile: int,
+    kv_tile: int,
+    scale: float,
+    slots: Int[Array, "I"] | None = None,
+    row_positions: Int[Array, "B"] | None = None,
+    first_positions: Int[Array, "C"] | None = None,
+    schedule: Schedule | None = None,
+    implementation: str = "auto",
+) -> RowPartials:
+    """The partial results of ``segment_attention``, for another operation to merge.
+
+    Takes the same arguments, raises the same errors and is recorded under the same name.
+
+    Returns:
+      What each row is made of: on a GPU one partial for each piece of its keys, with ``"xla"`` one
+      for each row. Merged they are what ``segment_attention`` returns.
+    """
+    result = _run(
+        q,
+        k,
+        v,
+        segments,
+        work,
+        n_work,
+        row_tile=row_tile,
+        kv_tile=kv_tile,
+        scale=scale,
+        slots=slots,
+        row_positions=row_positions,
+        first_positions=first_positions,
+        schedule=schedule,
+        implementation=implementation,
+    )
+    return result if isinstance(result, RowPartials) else _whole_rows(*result, k.shape[1])
+
+
+def _whole_rows(out: jax.Array, lse: jax.Array, n_kv_heads: int) -> RowPartials:
+    """One partial for each row and head."""
+    n_rows, n_heads, head_dim = out.shape
+    heads = jnp.arange(n_rows * n_kv_heads, dtype=jnp.int32) * (n_heads // n_kv_heads)
+    return RowPartials(
+        outs=out.reshape(-1, head_dim),
+        lses=lse.reshape(-1),
+        places=heads.reshape(n_rows, n_kv_heads, 1),
+        counts=jnp.ones((n_rows, n_kv_heads), jnp.int32),
+    )
+
+
+def _run(
+    q,
+    k,
+    v,
+    *segments_and_work,
+    scale,
+    slots,
+    row_positions,
+    schedule,
+    implementation,
+    **xla_options,
+) -> RowPartials | tuple[jax.Array, jax.Array]:
+    """Partial results from a kernel, or the result from XLA."""
     options = {"slots": slots, "row_positions": row_positions}
     refused = {
         "mosaic": limits.mosaic_refuses(q, k, schedule, scale=scale, **options)
@@ -72,30 +174,27 @@ def segment_attention(
     def run_mosaic():
         from pallas_kernels.segment_attention import mosaic
 
-        assert schedule is not None  # refused otherwise
-        return mosaic.segment_attention(q, k, v, schedule, scale=scale, interpret=interpreting())
+        return trace_once(
+            mosaic.segment_partials, q, k, v, schedule, scale=scale, interpret=interpreting()
+        )
 
     def run_triton():
         from pallas_kernels.segment_attention import triton
 
-        assert schedule is not None  # refused otherwise
-        return triton.segment_attention(
-            q, k, v, schedule, scale=scale, slots=slots, interpret=interpreting()
+        return trace_once(
+            triton.segment_partials,
+            q,
+            k,
+            v,
+            schedule,
+            scale=scale,
+            slots=slots,
+            interpret=interpreting(),
         )
 
     def run_xla():
         return xla.segment_attention(
-            q,
-            k,
-            v,
-            segments,
-            work,
-            n_work,
-            row_tile=row_tile,
-            kv_tile=kv_tile,
-            scale=scale,
-            first_positions=first_positions,
-            **options,
+            q, k, v, *segments_and_work, scale=scale, **options, **xla_options
         )
 
     candidates = {

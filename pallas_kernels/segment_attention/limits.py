@@ -6,7 +6,7 @@ Apart from the kernels, so that a process without a GPU asks without importing P
 import jax.numpy as jnp
 
 from pallas_kernels.limits import head_refusal
-from pallas_kernels.segment_attention.schedule import KV_ALIGNMENT
+from pallas_kernels.segment_attention.schedule import ALIGNMENT
 
 WARPGROUP_ROWS = 64
 SHARED_MEMORY_BYTES = 227 * 1024 - 2048  # of a block, less barriers and reduction scratch
@@ -17,8 +17,10 @@ def mosaic_refuses(q, k, schedule, *, scale, slots, row_positions) -> str | None
     head_dim = q.shape[-1]
     if schedule is None:
         return "it needs a schedule (build_schedule)"
-    if slots is not None or row_positions is not None:
-        return "it reads contiguous slots without a causal mask"
+    if (reason := _mask_refusal(schedule, row_positions)) is not None:
+        return reason
+    if slots is not None:
+        return "it reads contiguous slots only"
     if scale <= 0:
         return f"it needs a positive scale, not {scale}"
     if q.dtype not in (jnp.bfloat16, jnp.float16) or q.dtype != k.dtype:
@@ -31,7 +33,7 @@ def mosaic_refuses(q, k, schedule, *, scale, slots, row_positions) -> str | None
         return f"it needs a key tile that is a multiple of 64, not {schedule.kv_tile}"
     if stages(schedule, head_dim) < 2:
         return f"a key tile of {schedule.kv_tile} at head dim {head_dim} does not fit shared memory"
-    if k.shape[0] % KV_ALIGNMENT or k.shape[0] < schedule.kv_tile:
+    if k.shape[0] % ALIGNMENT or k.shape[0] < schedule.kv_tile:
         return f"it needs a pool of a multiple of 8 slots, at least a key tile, not {k.shape[0]}"
     return None
 
@@ -40,9 +42,16 @@ def triton_refuses(q, k, schedule, *, row_positions) -> str | None:
     """Why this kernel cannot run on these arguments, or None."""
     if schedule is None:
         return "it needs a schedule (build_schedule)"
-    if row_positions is not None:
-        return "it has no causal mask"
-    return head_refusal(q, k)
+    return _mask_refusal(schedule, row_positions) or head_refusal(q, k)
+
+
+def _mask_refusal(schedule, row_positions) -> str | None:
+    """Why the schedule does not have the mask that the arguments ask for, or None."""
+    if row_positions is not None and not schedule.causal:
+        return "for a causal mask it needs a schedule with diagonals (build_schedule)"
+    if row_positions is None and schedule.causal:
+        return "its schedule is causal, and no row_positions are given"
+    return None
 
 
 def stages(schedule, head_dim):

@@ -9,6 +9,7 @@ so that the softmax of one hides under the products of the other.
 import dataclasses
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,40 +17,46 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.row_partials import RowPartials
+from pallas_kernels.rows import fold_rows
 from pallas_kernels.segment_attention import schedule as plan
 from pallas_kernels.segment_attention.limits import WARPGROUP_ROWS, stages
-from pallas_kernels.segment_attention.merge_triton import merge_pieces
-from pallas_kernels.segment_attention.rows import gather_rows
 from pallas_kernels.segment_attention.schedule import Schedule
 
 LN2 = math.log(2.0)
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
-def segment_attention(q, k, v, schedule: Schedule, *, scale, interpret=False):
-    """See ``api.segment_attention``."""
-    outs, lses = segment_partials(q, k, v, schedule, scale=scale, interpret=interpret)
-    return merge_pieces(outs, lses, schedule, q.shape[1], interpret=interpret)
+def segment_partials(
+    q,  # [B, H, D]
+    k,  # [N, K, D]
+    v,  # [N, K, D]
+    schedule: Schedule,
+    *,
+    scale,
+    pipelined=False,
+    interpret=False,
+) -> RowPartials:
+    """See ``api.segment_partials``. Partials of items that no worker owns are not written.
 
-
-def segment_partials(q, k, v, schedule: Schedule, *, scale, interpret=False):
-    """Partial results of the schedule's items: ``[I, row_tile, D]`` and ``[I, row_tile]`` float32.
-
-    Partials of items that no worker owns are not written.
+    ``pipelined``: whether the scores of a tile are computed beside the softmax of the one before.
     """
-    head_dim = q.shape[-1]
+    head_dim, n_kv_heads = q.shape[-1], k.shape[1]
     kernel = _Kernel(
         n_slots=k.shape[0],
         head_dim=head_dim,
+        group=q.shape[1] // n_kv_heads,
         dtype=q.dtype,
         row_tile=schedule.row_tile,
         kv_tile=schedule.kv_tile,
+        causal=schedule.causal,
         stages=stages(schedule, head_dim),
         scale=scale * math.log2(math.e),
+        pipelined=pipelined,
         interpret=interpret,
     )
     n_items = schedule.items.shape[0]
-    return plgpu.kernel(
+    outs, lses = plgpu.kernel(
         kernel.body,
         out_type=(
             jax.ShapeDtypeStruct((n_items, schedule.row_tile, head_dim), jnp.float32),
@@ -63,12 +70,26 @@ def segment_partials(q, k, v, schedule: Schedule, *, scale, interpret=False):
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else False,
     )(
-        gather_rows(q, schedule),
+        fold_rows(q, n_kv_heads, plan.folded_rows(q.shape[0], kernel.group, schedule.row_tile)),
         k,
         v,
         jnp.asarray(schedule.items),
         jnp.asarray(schedule.worker_starts),
     )
+    return schedule.partials(outs, lses)
+
+
+class _Bounds(NamedTuple):
+    """Which keys of a tile count, numbered from the tile's first: ``[begin, end)``.
+
+    If causal, the row of folded row ``r`` sees keys up to ``diagonal + r // G``; ``first_row`` is
+    the first folded row of the warpgroup.
+    """
+
+    begin: jax.Array
+    end: jax.Array
+    first_row: jax.Array
+    diagonal: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,11 +98,14 @@ class _Kernel:
 
     n_slots: int
     head_dim: int
+    group: int
     dtype: jnp.dtype
     row_tile: int
     kv_tile: int
+    causal: bool
     stages: int
     scale: float
+    pipelined: bool
     interpret: bool
 
     @property
@@ -108,12 +132,14 @@ class _Kernel:
             plgpu.Barrier(num_barriers=self.stages),
             plgpu.Barrier(num_arrivals=self.compute_warpgroups, num_barriers=self.stages),
             plgpu.Barrier(num_arrivals=self.compute_warpgroups, num_barriers=self.stages),
-            plgpu.Barrier(num_arrivals=self.compute_warpgroups),
+            plgpu.Barrier(num_barriers=2)
+            if self.pipelined
+            else plgpu.Barrier(num_arrivals=self.compute_warpgroups),
         )
 
     def body(
         self,
-        q_ref,  # [T, K, row_tile, D]
+        q_ref,  # [K, M, D]
         k_ref,  # [N, K, D]
         v_ref,  # [N, K, D]
         items_ref,  # [I, FIELDS]
@@ -140,12 +166,12 @@ class _Kernel:
 
             def stream(item, step):
                 head, base = items_ref[item, plan.HEAD], items_ref[item, plan.BASE]
-                n_steps = items_ref[item, plan.STEPS]
+                n_steps, begin = items_ref[item, plan.STEPS], items_ref[item, plan.KV_BEGIN]
 
                 def load(i, step):
-                    start, _ = self.tile_start(base, i, n_steps)
+                    start, _ = self.tile_start(base, begin, i, n_steps)
                     slot = lax.rem(step, jnp.int32(self.stages))
-                    source = (pl.ds(pl.multiple_of(start, plan.KV_ALIGNMENT), self.kv_tile), head)
+                    source = (pl.ds(pl.multiple_of(start, plan.ALIGNMENT), self.kv_tile), head)
 
                     @pl.when(step >= self.stages)
                     def _():
@@ -169,28 +195,47 @@ class _Kernel:
             plgpu.set_max_registers(232, action="increase")
             rings = (k_smem, v_smem, k_ready, v_ready, k_free, v_free)
             rows = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
-            take_turn = functools.partial(_take_turn, turn, self.compute_warpgroups)
-            pl.when(warpgroup == 1)(take_turn)
+            if self.pipelined:
+                pl.when(warpgroup == 1)(functools.partial(self.pass_turn, turn))
+            else:
+                pl.when(warpgroup == 1)(functools.partial(self.meet, turn))
+
+            def load_queries(item):
+                head, row = items_ref[item, plan.HEAD], self.first_row(item, items_ref)
+                source = q_ref.at[head, pl.ds(row, WARPGROUP_ROWS)]
+                plgpu.copy_gmem_to_smem(source, q_smem.at[warpgroup], q_ready.at[warpgroup])
 
             def attend(item, step):
-                head, tile = items_ref[item, plan.HEAD], items_ref[item, plan.TILE]
-                plgpu.copy_gmem_to_smem(
-                    q_ref.at[tile, head, rows], q_smem.at[warpgroup], q_ready.at[warpgroup]
-                )
                 plgpu.barrier_wait(q_ready.at[warpgroup])
                 step, out, top, total = self.attend_item(
                     item, items_ref, step, q_smem.at[warpgroup], rings, turn
                 )
-                out_ref[item, rows] = out / lax.broadcast_in_dim(total, out.shape, [0])
+                # The next queries arrive while this item's results leave.
+                plgpu.commit_smem()  # no warp reads the old ones any more
+                pl.when(item + 1 < last_item)(functools.partial(load_queries, item + 1))
+                out_ref[item, rows] = out * lax.broadcast_in_dim(1.0 / total, out.shape, [0])
                 lse_ref[item, rows] = (top + jnp.log2(total)) * LN2
                 return step
 
+            pl.when(first_item < last_item)(functools.partial(load_queries, first_item))
             lax.fori_loop(first_item, last_item, attend, jnp.int32(0))
-            pl.when(warpgroup == 0)(take_turn)
+            if self.pipelined:
+                pl.when(warpgroup == 0)(functools.partial(self.await_turn, turn))
+            else:
+                pl.when(warpgroup == 0)(functools.partial(self.meet, turn))
 
-    def tile_start(self, base, i, n_steps):
-        """First slot of the ``i``-th tile to take, and the first slot that counts in it."""
-        tile = jnp.where(i == 0, n_steps - 1, i - 1)
+    def first_row(self, item, items_ref):
+        """First folded row of this warpgroup."""
+        row = items_ref[item, plan.ROW] + lax.axis_index("warpgroup") * WARPGROUP_ROWS
+        return pl.multiple_of(row, plan.ALIGNMENT)
+
+    def tile_start(self, base, begin, i, n_steps):
+        """First slot of the ``i``-th tile to take, and the first slot that counts in it.
+
+        The last tile comes first and so on down, but for a first tile that holds slots before
+        ``begin``: that comes before all others. So the tiles that need a mask come first.
+        """
+        tile = lax.rem(n_steps - jnp.where(begin > base, 0, 1) - i + n_steps, n_steps)
         nominal = base + tile * self.kv_tile
         return jnp.minimum(nominal, self.n_slots - self.kv_tile), nominal
 
@@ -199,14 +244,13 @@ class _Kernel:
         base, n_steps = items_ref[item, plan.BASE], items_ref[item, plan.STEPS]
         n_masked = items_ref[item, plan.MASKED]
         begin, end = items_ref[item, plan.KV_BEGIN], items_ref[item, plan.KV_END]
+        first_row, diagonal = self.first_row(item, items_ref), items_ref[item, plan.DIAGONAL]
 
-        def masked_tile(i, state):
-            start, nominal = self.tile_start(base, i, n_steps)
-            bounds = (jnp.maximum(begin, nominal) - start, end - start)
-            return self.attend_tile(state, q_smem, rings, turn, bounds)
-
-        def whole_tile(i, state):
-            return self.attend_tile(state, q_smem, rings, turn, None)
+        def bounds(i):
+            start, nominal = self.tile_start(base, begin, i, n_steps)
+            return _Bounds(
+                jnp.maximum(begin, nominal) - start, end - start, first_row, diagonal - start
+            )
 
         per_row = plgpu.Layout.WGMMA.reduce(1)
         state = (
@@ -217,57 +261,179 @@ class _Kernel:
             plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32), per_row),
             plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), per_row),
         )
-        state = lax.fori_loop(jnp.int32(0), n_masked, masked_tile, state)
-        return lax.fori_loop(n_masked, n_steps, whole_tile, state)
+        attend = functools.partial(
+            self.attend_next if self.pipelined else self.attend_tile, q_smem, rings, turn
+        )
 
-    def attend_tile(self, state, q_smem, rings, turn, bounds):
-        """Take in one tile. ``bounds``: the keys ``[begin, end)`` of it that count; None for all."""
+        def masked_tile(i, state):
+            return attend(state, bounds(i))
+
+        def whole_tile(_, state):
+            return attend(state, None)
+
+        if not self.pipelined:
+            state = lax.fori_loop(jnp.int32(0), n_masked, masked_tile, state)
+            return lax.fori_loop(n_masked, n_steps, whole_tile, state)
+        state = self.attend_first(q_smem, rings, turn, state, bounds(0))
+        state = lax.fori_loop(jnp.int32(1), n_masked, masked_tile, state)
+        state = lax.fori_loop(jnp.maximum(1, n_masked), n_steps, whole_tile, state)
+        return self.attend_last(rings, turn, state)
+
+    def attend_tile(self, q_smem, rings, turn, state, bounds):
+        """Take in one tile. ``bounds``: which of its keys count; None for all."""
         k_smem, v_smem, k_ready, v_ready, k_free, v_free = rings
         step, out, top, total = state
         slot = lax.rem(step, jnp.int32(self.stages))
-        tile_shape = (WARPGROUP_ROWS, self.kv_tile)
-        take_turn = functools.partial(_take_turn, turn, self.compute_warpgroups)
-
         if bounds is not None:
             plgpu.barrier_wait(v_ready.at[slot])
             self.clear_values(v_smem.at[slot], bounds)
         plgpu.barrier_wait(k_ready.at[slot])
-
-        def scores_of(accumulator):
-            plgpu.wgmma(accumulator, q_smem, k_smem.at[slot].transpose((1, 0)))
-            take_turn()
-            return accumulator[...]
-
-        scores = pl.run_scoped(scores_of, ACC(tile_shape, jnp.float32))
+        scores = self.scores(q_smem, k_smem.at[slot], functools.partial(self.meet, turn))
         plgpu.barrier_arrive(k_free.at[slot])
-        if bounds is not None:
-            key = plgpu.broadcasted_iota(jnp.int32, tile_shape, 1, layout=plgpu.Layout.WGMMA)
-            scores = jnp.where((key >= bounds[0]) & (key < bounds[1]), scores, -jnp.inf)
-
-        new_top = jnp.maximum(top, scores.max(axis=1) * self.scale)
-        decay = jnp.exp2(top - new_top)
-        weights = jnp.exp2(scores * self.scale - lax.broadcast_in_dim(new_top, tile_shape, [0]))
-        total = total * decay + weights.sum(axis=1)
+        weights, decay, top, total = self.softmax(scores, top, total, bounds)
         out = out * lax.broadcast_in_dim(decay, out.shape, [0])
-        narrow = weights.astype(self.dtype)
-        out, total, new_top, narrow = lax.optimization_barrier((out, total, new_top, narrow))
+        weights = weights.astype(self.dtype)
+        out, top, total, weights = lax.optimization_barrier((out, top, total, weights))
         if bounds is None:
             plgpu.barrier_wait(v_ready.at[slot])
-        take_turn()
+        self.meet(turn)
+        out = self.weigh(out, weights, v_smem.at[slot])
+        plgpu.barrier_arrive(v_free.at[slot])
+        return step + 1, out, top, total
 
-        if self.interpret:  # the interpreter has no product with an operand in registers
-            out += jnp.dot(narrow, v_smem[slot], preferred_element_type=jnp.float32)
+    def attend_first(self, q_smem, rings, turn, state, bounds):
+        """Weights of an item's first tile, not yet applied to its values.
+
+        A tile's values are weighed together with the next tile's scores, so that the tensor cores
+        have one more product to work at while the softmax waits for the first.
+        """
+        k_smem, v_smem, k_ready, v_ready, k_free, _ = rings
+        step, out, top, total = state
+        slot = lax.rem(step, jnp.int32(self.stages))
+        plgpu.barrier_wait(k_ready.at[slot])
+        plgpu.barrier_wait(v_ready.at[slot])
+        self.clear_values(v_smem.at[slot], bounds)
+        self.await_turn(turn)
+        scores = self.scores(q_smem, k_smem.at[slot], functools.partial(self.pass_turn, turn))
+        plgpu.barrier_arrive(k_free.at[slot])
+        weights, _, top, total = self.softmax(scores, top, total, bounds)
+        return step + 1, out, top, total, weights.astype(self.dtype)
+
+    def attend_next(self, q_smem, rings, turn, state, bounds):
+        """Weights of one tile, beside the product of the last tile's weights and values."""
+        k_smem, v_smem, k_ready, v_ready, k_free, v_free = rings
+        step, out, top, total, weights = state
+        slot = lax.rem(step, jnp.int32(self.stages))
+        last = lax.rem(step - 1, jnp.int32(self.stages))
+        if bounds is not None:
+            plgpu.barrier_wait(v_ready.at[slot])
+            self.clear_values(v_smem.at[slot], bounds)
+        plgpu.barrier_wait(k_ready.at[slot])
+        self.await_turn(turn)
+        if self.interpret:  # one product after the other
+            out = self.weigh(out, weights, v_smem.at[last])
+            scores = self.scores(q_smem, k_smem.at[slot], functools.partial(self.pass_turn, turn))
+            plgpu.barrier_arrive(k_free.at[slot])
+            weights, decay, top, total = self.softmax(scores, top, total, bounds)
         else:
 
-            def weigh(accumulator):
-                plgpu.wgmma(accumulator, narrow, v_smem.at[slot])
+            def overlap(refs):
+                scores_ref, out_ref, top_ref, total_ref, decay_ref, weights_ref = refs
+                plgpu.wgmma(scores_ref, q_smem, k_smem.at[slot].transpose((1, 0)))
+                plgpu.wgmma(out_ref, weights, v_smem.at[last])
+                self.pass_turn(turn)
+                scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
+                plgpu.barrier_arrive(k_free.at[slot])
+                result = self.softmax(scores, top, total, bounds)
+                weights_ref[...], decay_ref[...], top_ref[...], total_ref[...] = result
 
-            out = pl.run_state(weigh)(ACC.init(out))
-        plgpu.barrier_arrive(v_free.at[slot])
-        return step + 1, out, new_top, total
+            no_scores = plgpu.layout_cast(
+                jnp.zeros((WARPGROUP_ROWS, self.kv_tile), jnp.float32), plgpu.Layout.WGMMA
+            )
+            _, out, top, total, decay, weights = pl.run_state(overlap)(
+                (ACC.init(no_scores), ACC.init(out), top, total, total, no_scores)
+            )
+        plgpu.barrier_arrive(v_free.at[last])
+        out = out * lax.broadcast_in_dim(decay, out.shape, [0])
+        if bounds is None:
+            plgpu.barrier_wait(v_ready.at[slot])
+        return step + 1, out, top, total, weights.astype(self.dtype)
+
+    def attend_last(self, rings, turn, state):
+        """Apply the last weights of an item: ``(step, out, top, total)``."""
+        _, v_smem, _, _, _, v_free = rings
+        step, out, top, total, weights = state
+        last = lax.rem(step - 1, jnp.int32(self.stages))
+        self.await_turn(turn)
+        self.pass_turn(turn)
+        out = self.weigh(out, weights, v_smem.at[last])
+        plgpu.barrier_arrive(v_free.at[last])
+        return step, out, top, total
+
+    def scores(self, q_smem, k_tile, issued):
+        """``QKᵀ`` of one tile; ``issued`` runs when the tensor cores have got it to do."""
+
+        def product(accumulator):
+            plgpu.wgmma(accumulator, q_smem, k_tile.transpose((1, 0)))
+            issued()
+            return accumulator[...]
+
+        return pl.run_scoped(product, ACC((WARPGROUP_ROWS, self.kv_tile), jnp.float32))
+
+    def softmax(self, scores, top, total, bounds):
+        """Online softmax in base 2: ``(weights, decay, top, total)``."""
+        if bounds is not None:
+            scores = jnp.where(self.visible(bounds), scores, -jnp.inf)
+        new_top = jnp.maximum(top, scores.max(axis=1) * self.scale)
+        finite_top = new_top
+        if bounds is not None and self.causal:  # a row may have seen no key yet
+            finite_top = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+        decay = jnp.exp2(top - finite_top)
+        finite_top = lax.broadcast_in_dim(finite_top, scores.shape, [0])
+        weights = jnp.exp2(scores * self.scale - finite_top)
+        return weights, decay, new_top, total * decay + weights.sum(axis=1)
+
+    def weigh(self, out, weights, v_tile):
+        """``out + weights · V`` of one tile."""
+        if self.interpret:  # the interpreter has no product with an operand in registers
+            return out + jnp.dot(weights, v_tile[...], preferred_element_type=jnp.float32)
+
+        def product(accumulator):
+            plgpu.wgmma(accumulator, weights, v_tile)
+
+        return pl.run_state(product)(ACC.init(out))
+
+    def meet(self, turn):
+        """Meet the other compute warpgroup: one leaves the tensor cores as the other enters."""
+        if self.compute_warpgroups > 1:
+            plgpu.barrier_arrive(turn)
+            plgpu.barrier_wait(turn)
+
+    def await_turn(self, turn):
+        """Wait until the other compute warpgroup has put its products before the tensor cores."""
+        if self.compute_warpgroups > 1:
+            plgpu.barrier_wait(turn.at[lax.axis_index("warpgroup")])
+
+    def pass_turn(self, turn):
+        """Let the other compute warpgroup put its products before the tensor cores."""
+        if self.compute_warpgroups > 1:
+            plgpu.barrier_arrive(turn.at[1 - lax.axis_index("warpgroup")])
+
+    def visible(self, bounds):
+        """Which of its keys each row of a tile sees: ``[64, kv_tile]``."""
+
+        def index(axis):
+            shape = (WARPGROUP_ROWS, self.kv_tile)
+            return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+        key = index(1)
+        mask = (key >= bounds.begin) & (key < bounds.end)
+        if self.causal:  # key <= diagonal + folded row // group, without the division
+            mask &= (key - bounds.diagonal) * self.group <= bounds.first_row + index(0)
+        return mask
 
     def clear_values(self, v_tile, bounds):
-        """Zero the values outside ``bounds``: 0 × NaN of an unused slot is NaN.
+        """Zero the values outside the range: 0 × NaN of an unused slot is NaN.
 
         Each compute warpgroup clears its share. Taking turns orders the shares: a warpgroup
         weighs the values only after the other has passed its clearing.
@@ -278,17 +444,12 @@ class _Kernel:
             part = v_tile.at[pl.ds(first, WARPGROUP_ROWS)]
             key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + first
             values = plgpu.load(part, layout=plgpu.Layout.WGMMA)
-            inside = (key >= bounds[0]) & (key < bounds[1])
+            inside = (key >= bounds.begin) & (key < bounds.end)
             part[...] = jnp.where(inside, values, jnp.zeros_like(values))
 
-        for share in range(self.kv_tile // WARPGROUP_ROWS):
-            mine = lax.axis_index("warpgroup") == share % self.compute_warpgroups
-            pl.when(mine)(functools.partial(clear, share * WARPGROUP_ROWS))
-        plgpu.commit_smem()
-
-
-def _take_turn(turn, compute_warpgroups):
-    """Meet the other compute warpgroup: one leaves the tensor cores as the other enters."""
-    if compute_warpgroups > 1:
-        plgpu.barrier_arrive(turn)
-        plgpu.barrier_wait(turn)
+        @pl.when((bounds.begin > 0) | (bounds.end < self.kv_tile))
+        def _():
+            for share in range(self.kv_tile // WARPGROUP_ROWS):
+                mine = lax.axis_index("warpgroup") == share % self.compute_warpgroups
+                pl.when(mine)(functools.partial(clear, share * WARPGROUP_ROWS))
+            plgpu.commit_smem()

@@ -1,22 +1,28 @@
 """Work of the GPU kernels of segment attention: enters segments, leaves a schedule. Plan time, NumPy.
 
-A *unit* is one row tile of one segment for one KV head. Its keys are cut into *pieces*, so that
+A *unit* is one row tile of one segment. For each KV head its keys are cut into *pieces*, so that
 the pieces fill the workers (persistent blocks) evenly whatever the segments' lengths and row
-counts. Each piece leaves one partial result; ``pieces`` says which partials make up a row.
+counts. Each piece leaves one partial result; ``places`` says which partials make up a row.
+
+Rows are *folded*: folded row ``b · G + g`` is head ``g`` of the group in row ``b``. Rows of a segment
+are adjacent, so a row tile is a run of folded rows. It starts at a multiple of 8 and may hold rows
+that are not its own; nobody reads their partials.
 """
 
 import dataclasses
-import heapq
+import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
 from pallas_kernels import tuning
+from pallas_kernels.row_partials import RowPartials
+from pallas_kernels.segment_attention.balance import Cuts, balance
 
-KV_ALIGNMENT = 8  # a TMA tile with swizzle starts at a multiple of 8 rows
-PIECE_COST = 1.0  # start and epilogue of a piece, in key tiles
-HEAD, TILE, BASE, STEPS, MASKED, KV_BEGIN, KV_END, FIELDS = range(8)
+ALIGNMENT = 8  # a TMA tile with swizzle starts at a multiple of 8 rows
+HEAD, ROW, BASE, STEPS, MASKED, KV_BEGIN, KV_END, DIAGONAL, FIELDS = range(9)
 
 type Ints = Int[np.ndarray, "..."] | Int[jax.Array, "..."]
 
@@ -26,12 +32,10 @@ class Capacity:
     """Array sizes of a schedule, fixed so that a new plan never recompiles the program it enters.
 
     Attributes:
-      tiles: row tiles, ``T``.
       items: pieces of all workers, ``I``.
       pieces: partials of a row, ``S``.
     """
 
-    tiles: int
     items: int
     pieces: int
 
@@ -42,26 +46,36 @@ class Schedule:
     """Which worker computes which piece, and where the partials of each row are.
 
     Attributes:
-      tile_rows: ``[T, R]`` int32, the batch row of each row of each row tile; 0 in the padding.
-      items: ``[I, 7]`` int32, one piece each: KV head, row tile, first slot of the first key tile
-        (a multiple of 8), number of key tiles, how many of them hold slots outside the range, and
-        the range of slots ``[begin, end)``. Item ``i`` writes partial ``i``.
+      items: ``[I, 8]`` int32, one piece each: KV head, first folded row of the row tile, first slot
+        of the first key tile (both multiples of 8), number of key tiles, how many of them are not
+        seen whole by every row, the range of slots ``[begin, end)``, and, if causal, what to add
+        to a row's number for the last slot that it sees. Item ``i`` writes partial ``i``.
       worker_starts: ``[W + 1]`` int32, worker ``w`` computes the items
         ``[worker_starts[w], worker_starts[w + 1])``.
-      pieces: ``[B, K, S]`` int32, for each row and KV head its partials, as
-        ``item · row_tile + first folded row``; -1 where there are fewer than ``S``.
+      places: ``[B, K, S]`` int32, for each row and KV head its partials, as
+        ``item · row_tile + folded row of the tile``; -1 where there are fewer than ``S``.
       counts: ``[B, K]`` int32, how many partials each row and KV head has.
-      row_tile: folded rows (row, head of the group) of a tile; ``R = row_tile // G`` rows.
+      row_tile: folded rows of a tile.
       kv_tile: keys of a tile.
+      causal: whether rows see slots up to their own last one only.
     """
 
-    tile_rows: Ints
     items: Ints
     worker_starts: Ints
-    pieces: Ints
+    places: Ints
     counts: Ints
     row_tile: int = dataclasses.field(metadata={"static": True})
     kv_tile: int = dataclasses.field(metadata={"static": True})
+    causal: bool = dataclasses.field(metadata={"static": True})
+
+    def partials(self, outs: jax.Array, lses: jax.Array) -> RowPartials:
+        """What the items leave: ``outs [I, row_tile, D]`` and ``lses [I, row_tile]``."""
+        return RowPartials(
+            outs=outs.reshape(-1, outs.shape[-1]),
+            lses=lses.reshape(-1),
+            places=jnp.asarray(self.places),
+            counts=jnp.asarray(self.counts),
+        )
 
 
 def build_schedule(
@@ -74,6 +88,7 @@ def build_schedule(
     row_tile: int,
     kv_tile: int,
     n_workers: int,
+    diagonals: Int[np.ndarray, "C"] | None = None,
     capacity: Capacity | None = None,
 ) -> Schedule:
     """Cut the work of ``segments`` into pieces and spread them over the workers.
@@ -83,10 +98,12 @@ def build_schedule(
       n_rows: rows of the batch, ``B``.
       n_slots: slots of the pool, ``N``; a multiple of 8 and at least ``kv_tile``.
       n_kv_heads: ``K``.
-      group: query heads of a KV head, ``G``; at most ``row_tile``.
+      group: query heads of a KV head, ``G``; some fewer than ``row_tile``.
       row_tile: folded rows of a tile.
       kv_tile: keys of a tile.
       n_workers: persistent blocks, the device's multiprocessors.
+      diagonals: the last slot that each segment's first row sees; each row after it sees one slot
+        more. None for segments that every row sees whole.
       capacity: sizes of the arrays, ``capacity_for``; None rounds what these segments need up to
         powers of two, so that similar batches share a compiled program.
 
@@ -94,55 +111,77 @@ def build_schedule(
       The schedule, in NumPy.
 
     Raises:
-      ValueError: a group larger than the row tile, a pool that the key tile does not fit, or
+      ValueError: a group that the row tile does not fit, a pool that the key tile does not fit, or
         segments that need more than ``capacity``.
     """
-    if group > row_tile:
+    if rows_of_tile(row_tile, group) < 1:
         raise ValueError(f"A group of {group} heads does not fit a row tile of {row_tile}.")
-    if n_slots < kv_tile or n_slots % KV_ALIGNMENT:
+    if n_slots < kv_tile or n_slots % ALIGNMENT:
         raise ValueError(
-            f"The pool has {n_slots} slots; the kernel needs a multiple of {KV_ALIGNMENT} and at "
+            f"The pool has {n_slots} slots; the kernel needs a multiple of {ALIGNMENT} and at "
             f"least its key tile, {kv_tile}."
         )
-    rows_per_tile = row_tile // group
-    units = [
-        _Unit(first_row + offset, min(rows_per_tile, rows - offset), base, base + length)
-        for base, length, first_row, rows in np.asarray(segments).tolist()
-        for offset in range(0, rows if length > 0 else 0, rows_per_tile)
-    ]
-    n_tiles = np.array([unit.tiles(kv_tile) for unit in units], np.int64)
-    depth = np.zeros(n_rows, np.int64)
-    for unit in units:
-        depth[unit.first_row : unit.first_row + unit.n_rows] += 1
-    least = Capacity(len(units), len(units) * n_kv_heads, int(depth.max(initial=0)))
-    if capacity is not None and any(
-        getattr(least, field.name) > getattr(capacity, field.name)
-        for field in dataclasses.fields(Capacity)
-    ):
-        raise ValueError(f"The segments need at least {least}, more than {capacity}.")
-    owned = _balance(n_tiles, units, n_rows, n_kv_heads, n_workers, capacity)
-    cuts = [cut for cuts in owned for cut in cuts]
-    pieces, counts = _partials_of_rows(cuts, units, n_rows, n_kv_heads, group, row_tile)
-    if capacity is None:
-        sizes = len(units), len(cuts), int(counts.max(initial=1))
-        capacity = Capacity(*(_power_of_two(n) for n in sizes))
+    units = _units(np.asarray(segments, np.int64), diagonals, n_rows, group, row_tile)
 
-    tile_rows = np.zeros((capacity.tiles, rows_per_tile), np.int32)
-    for index, unit in enumerate(units):
-        tile_rows[index, : unit.n_rows] = np.arange(unit.first_row, unit.first_row + unit.n_rows)
+    def most_pieces(parts: np.ndarray) -> int:
+        """Partials of the row that has most, where units are cut into ``parts`` pieces."""
+        change = np.zeros(n_rows + 1, np.int64)
+        np.add.at(change, units.row, parts)
+        np.add.at(change, units.row + units.n_rows, -parts)
+        return int(np.cumsum(change).max())
+
+    def fits(parts: np.ndarray) -> bool:
+        return capacity is None or (
+            int(parts.sum()) * n_kv_heads <= capacity.items
+            and most_pieces(parts) <= capacity.pieces
+        )
+
+    uncut = np.ones(len(units.row), np.int64)
+    if not fits(uncut):
+        least = Capacity(len(uncut) * n_kv_heads, most_pieces(uncut))
+        raise ValueError(f"The segments need at least {least}, more than {capacity}.")
+    cuts = balance(
+        -(-(units.end - units.start) // kv_tile),
+        n_kv_heads=n_kv_heads,
+        n_workers=n_workers,
+        fits=fits,
+    )
+    # Items of a worker in the order of the segments, so that workers read one segment's keys at the
+    # same time and its row tiles find them in the cache.
+    order = np.argsort(cuts.owner, axis=None, kind="stable")
+    item_of = np.empty_like(cuts.owner)
+    item_of.ravel()[order] = np.arange(len(order))
+    pieces, skipped = _pieces(units, cuts, kv_tile)
+    row, place, rank = _partials(units, cuts, skipped, item_of, group, row_tile)
+    n_partials = np.bincount(row, minlength=n_rows)
+    if capacity is None:
+        most = int(n_partials.max(initial=1))
+        capacity = Capacity(_power_of_two(len(order)), _power_of_two(most))
     items = np.zeros((capacity.items, FIELDS), np.int32)
-    for item, (unit, head, first, last) in enumerate(cuts):
-        items[item] = (head, unit, *units[unit].piece(first, last, kv_tile))
-    starts = np.cumsum([0, *(len(cuts) for cuts in owned)])
+    items[: len(order)] = pieces[order // n_kv_heads]
+    items[: len(order), HEAD] = order % n_kv_heads
+    places = np.full((n_rows, n_kv_heads, capacity.pieces), -1, np.int32)
+    places[row, :, rank] = place
+    owned = np.bincount(cuts.owner.ravel(), minlength=n_workers)
     return Schedule(
-        tile_rows=tile_rows,
         items=items,
-        worker_starts=starts.astype(np.int32),
-        pieces=_widen(pieces, capacity.pieces),
-        counts=counts,
+        worker_starts=np.concatenate([[0], np.cumsum(owned)]).astype(np.int32),
+        places=places,
+        counts=np.repeat(n_partials.astype(np.int32)[:, None], n_kv_heads, axis=1),
         row_tile=row_tile,
         kv_tile=kv_tile,
+        causal=diagonals is not None,
     )
+
+
+def folded_rows(n_rows: int, group: int, row_tile: int) -> int:
+    """Folded rows that the kernels read: all, padded to a multiple of 8 and at least one tile."""
+    return max(row_tile, -(-n_rows * group // ALIGNMENT) * ALIGNMENT)
+
+
+def rows_of_tile(row_tile: int, group: int) -> int:
+    """Rows that a row tile holds at least, wherever the first lies between two multiples of 8."""
+    return (row_tile - ALIGNMENT + math.gcd(group, ALIGNMENT)) // group
 
 
 def tiles_for(*, folded_rows: int, length: int, n_kv_heads: int, head_dim: int) -> tuple[int, int]:
@@ -173,120 +212,110 @@ def tiles_for(*, folded_rows: int, length: int, n_kv_heads: int, head_dim: int) 
 
 
 def capacity_for(
-    *, n_rows: int, n_kv_heads: int, group: int, row_tile: int, n_workers: int, max_segments: int
+    *,
+    n_rows: int,
+    n_kv_heads: int,
+    group: int,
+    row_tile: int,
+    n_workers: int,
+    max_segments: int,
+    max_pieces: int = 32,
 ) -> Capacity:
     """Sizes that hold any ``max_segments`` segments that do not nest, and most that do.
 
-    Unnested segments need at most ``ceil(B / R) + max_segments`` row tiles. A row's keys are cut
-    into at most 32 pieces, more than pay off on any device measured.
+    Unnested segments need at most ``ceil(B / R) + max_segments`` tiles of ``R`` rows. A row's keys
+    are cut into at most ``max_pieces`` pieces; more than 32 pay off on no device measured.
     """
-    tiles = -(-n_rows // (row_tile // group)) + max_segments
-    return Capacity(tiles, tiles * n_kv_heads + 3 * n_workers, 32)
+    tiles = -(-n_rows // rows_of_tile(row_tile, group)) + max_segments
+    return Capacity(tiles * n_kv_heads + 3 * n_workers, max_pieces)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Unit:
-    """A run of rows and the slots ``[begin, end)`` that they attend to."""
+class _Units:
+    """Row tiles and the slots that they attend to, one element of each ``[U]`` array a unit.
 
-    first_row: int
-    n_rows: int
-    begin: int
-    end: int
+    Attributes:
+      folded: first folded row of the tile.
+      row: first row of its own.
+      n_rows: rows of its own.
+      start: first slot of its first key tile.
+      begin: first slot that it attends to.
+      end: slot after the last that its last row sees.
+      seen: last slot that its first row sees; each row after it sees one more, up to ``end``.
+    """
 
-    def start(self) -> int:
-        return self.begin // KV_ALIGNMENT * KV_ALIGNMENT
+    folded: np.ndarray
+    row: np.ndarray
+    n_rows: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    seen: np.ndarray
 
-    def tiles(self, kv_tile: int) -> int:
-        return -(-(self.end - self.start()) // kv_tile)
-
-    def piece(self, first: int, last: int, kv_tile: int) -> tuple[int, ...]:
-        """Fields ``BASE`` to ``KV_END`` of the key tiles ``[first, last)``.
-
-        The kernel takes the last tile first, then the others in order, so that the tiles that
-        hold slots outside the range come first.
-        """
-        base, stop = self.start() + first * kv_tile, self.start() + last * kv_tile
-        begin, end = max(self.begin, base), min(self.end, stop)
-        masked = 2 if base < begin else int(end < stop)
-        return base, last - first, min(masked, last - first), begin, end
-
-
-type _Cut = tuple[int, int, int, int]  # unit, head, first tile, last tile
+    @property
+    def start(self) -> np.ndarray:
+        return self.begin // ALIGNMENT * ALIGNMENT
 
 
-def _balance(
-    n_tiles: np.ndarray,
-    units: list[_Unit],
-    n_rows: int,
-    n_kv_heads: int,
-    n_workers: int,
-    capacity: Capacity | None,
-) -> list[list[_Cut]]:
-    """Pieces of each worker: of the lengths tried, that with the shortest longest worker."""
-    total = int(n_tiles.sum()) * n_kv_heads
-    if total == 0:
-        return [[] for _ in range(n_workers)]
-    share = total / n_workers
-    lengths = {max(1, int(np.ceil(share * part))) for part in (0.34, 0.5, 0.67, 0.8, 1, 1.1, 1.25)}
-    lengths |= {-(-int(n) // s) for n in set(n_tiles.tolist()) for s in range(1, 33)}
-    best = None
-    for length in sorted(lengths, reverse=True):
-        splits = -(-n_tiles // length)
-        if best is not None and (
-            length < share / 3 or not _fits(splits, units, n_rows, n_kv_heads, capacity)
-        ):
-            continue
-        cuts = [
-            (unit, head, n * i // parts, n * (i + 1) // parts)
-            for unit, (n, parts) in enumerate(zip(n_tiles.tolist(), splits.tolist(), strict=True))
-            for head in range(n_kv_heads)
-            for i in range(parts)
-        ]
-        loads = [(0.0, worker) for worker in range(n_workers)]
-        owned: list[list[_Cut]] = [[] for _ in range(n_workers)]
-        for cut in sorted(cuts, key=lambda cut: cut[2] - cut[3]):
-            load, worker = heapq.heappop(loads)
-            owned[worker].append(cut)
-            heapq.heappush(loads, (load + cut[3] - cut[2] + PIECE_COST, worker))
-        longest = max(loads)[0]
-        if best is None or longest < best[0]:
-            best = (longest, owned)
-    assert best is not None
-    # In the order of the segments, so that workers read one segment's keys at the same time and its
-    # row tiles find them in the cache.
-    return [sorted(cuts) for cuts in best[1]]
+def _units(
+    segments: np.ndarray, diagonals: np.ndarray | None, n_rows: int, group: int, row_tile: int
+) -> _Units:
+    last_tile = folded_rows(n_rows, group, row_tile) - row_tile
+    tiles = []
+    for index, (_, length, first_row, rows) in enumerate(segments.tolist()):
+        row, end = first_row, first_row + (rows if length > 0 else 0)
+        while row < end:
+            folded = min(row * group // ALIGNMENT * ALIGNMENT, last_tile)
+            own = min(end - row, (folded + row_tile) // group - row)
+            tiles.append((index, folded, row, own))
+            row += own
+    segment, folded, row, own = np.array(tiles, np.int64).reshape(-1, 4).T
+    begin, length, first_row, _ = segments[segment].T
+    end = begin + length
+    if diagonals is None:
+        return _Units(folded, row, own, begin, end, seen=end - 1)
+    seen = np.asarray(diagonals, np.int64)[segment] + row - first_row
+    end = np.minimum(end, seen + own)
+    some = end > begin
+    return _Units(*(x[some] for x in (folded, row, own, begin, end, seen)))
 
 
-def _fits(splits, units, n_rows, n_kv_heads, capacity) -> bool:
-    """Whether the partials of units cut into ``splits`` pieces have room."""
-    if capacity is None:
-        return True
-    of_row = np.zeros(n_rows, np.int64)
-    for unit, parts in zip(units, splits.tolist(), strict=True):
-        of_row[unit.first_row : unit.first_row + unit.n_rows] += parts
-    n_items = int(splits.sum()) * n_kv_heads
-    return int(of_row.max()) <= capacity.pieces and n_items <= capacity.items
+def _pieces(units: _Units, cuts: Cuts, kv_tile: int) -> tuple[np.ndarray, np.ndarray]:
+    """Items but for the KV head, ``[C, FIELDS]``, and the rows at the front that see none of it."""
+    base = units.start[cuts.unit] + cuts.first * kv_tile
+    steps = cuts.last - cuts.first
+    begin = np.maximum(units.begin[cuts.unit], base)
+    end = np.minimum(units.end[cuts.unit], base + steps * kv_tile)
+    seen, row = units.seen[cuts.unit], units.row[cuts.unit]
+    whole = np.clip((np.minimum(end, seen + 1) - base) // kv_tile, 0, steps)
+    masked = np.minimum(steps - whole + (begin > base), steps)
+    head = np.zeros_like(base)
+    folded = units.folded[cuts.unit]
+    fields = np.stack([head, folded, base, steps, masked, begin, end, seen - row], axis=1)
+    return fields, np.maximum(begin - seen, 0)
 
 
-def _partials_of_rows(cuts, units, n_rows, n_kv_heads, group, row_tile):
-    """``(pieces, counts)`` of ``Schedule``, the first as wide as the row with most partials."""
-    counts = np.zeros((n_rows, n_kv_heads), np.int32)
-    places = []
-    # In the order of the keys, so that the merge adds a row's partials in one order always.
-    for item, (unit, head, _, _) in sorted(enumerate(cuts), key=lambda entry: entry[1]):
-        for row in range(units[unit].n_rows):
-            place = (units[unit].first_row + row, head)
-            places.append((*place, counts[place], item * row_tile + row * group))
-            counts[place] += 1
-    pieces = np.full((n_rows, n_kv_heads, int(counts.max(initial=1))), -1, np.int32)
-    if places:
-        row, head, column, value = np.array(places).T
-        pieces[row, head, column] = value
-    return pieces, counts
+def _partials(
+    units: _Units,
+    cuts: Cuts,
+    skipped: np.ndarray,
+    item_of: np.ndarray,
+    group: int,
+    row_tile: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """``(row [E], place [E, K], rank [E])``: the partials of each row, ranked by their keys.
 
-
-def _widen(pieces: np.ndarray, width: int) -> np.ndarray:
-    return np.pad(pieces, ((0, 0), (0, 0), (0, width - pieces.shape[2])), constant_values=-1)
+    The merge thus adds a row's partials in one order always.
+    """
+    n_rows = units.n_rows[cuts.unit] - skipped
+    cut = np.repeat(np.arange(len(n_rows)), n_rows)
+    index = np.arange(len(cut)) - np.repeat(np.cumsum(n_rows) - n_rows, n_rows)
+    row = (units.row[cuts.unit] + skipped)[cut] + index
+    by_row = np.argsort(row, kind="stable")
+    starts = np.cumsum(np.bincount(row)) - np.bincount(row)
+    rank = np.empty_like(row)
+    rank[by_row] = np.arange(len(row)) - starts[row[by_row]]
+    folded = row * group - units.folded[cuts.unit[cut]]
+    return row, item_of[cut] * row_tile + folded[:, None], rank
 
 
 def _power_of_two(n: int) -> int:

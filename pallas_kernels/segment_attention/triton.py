@@ -13,13 +13,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import triton_blocks as blocks
+from pallas_kernels.row_partials import RowPartials
+from pallas_kernels.rows import fold_rows
 from pallas_kernels.segment_attention import schedule as plan
-from pallas_kernels.segment_attention.merge_triton import merge_pieces
-from pallas_kernels.segment_attention.rows import gather_rows
 from pallas_kernels.segment_attention.schedule import Schedule
 
 
-def segment_attention(
+def segment_partials(
     q,  # [B, H, D]
     k,  # [N, K, D]
     v,  # [N, K, D]
@@ -30,16 +30,18 @@ def segment_attention(
     num_warps=8,
     num_stages=2,
     interpret=False,
-):
-    """See ``api.segment_attention``."""
-    head_dim = q.shape[-1]
+) -> RowPartials:
+    """See ``api.segment_partials``."""
+    head_dim, n_kv_heads = q.shape[-1], k.shape[1]
     n_items, row_tile = schedule.items.shape[0], schedule.row_tile
     kernel = functools.partial(
         _kernel,
         scale=scale * blocks.LOG2E,
+        group=q.shape[1] // n_kv_heads,
         kv_tile=_block(schedule, head_dim),
         steps_per_tile=schedule.kv_tile // _block(schedule, head_dim),
         redirect=slots is not None,
+        causal=schedule.causal,
     )
     outs, lses = blocks.call(
         kernel,
@@ -52,13 +54,13 @@ def segment_attention(
         num_stages=num_stages,
         interpret=interpret,
     )(
-        gather_rows(q, schedule),
+        fold_rows(q, n_kv_heads, plan.folded_rows(q.shape[0], kernel.keywords["group"], row_tile)),
         k,
         v,
         jnp.asarray(schedule.items),
         jnp.zeros((1,), jnp.int32) if slots is None else slots,
     )
-    return merge_pieces(outs, lses, schedule, q.shape[1], interpret=interpret)
+    return schedule.partials(outs, lses)
 
 
 def _block(schedule, head_dim):
@@ -67,7 +69,7 @@ def _block(schedule, head_dim):
 
 
 def _kernel(
-    q_ref,  # [T, K, row_tile, D]
+    q_ref,  # [K, M, D]
     k_ref,  # [N, K, D]
     v_ref,  # [N, K, D]
     items_ref,  # [I, FIELDS]
@@ -76,20 +78,23 @@ def _kernel(
     lse_ref,  # [I, row_tile]
     *,
     scale,
+    group,
     kv_tile,
     steps_per_tile,
     redirect,
+    causal,
 ):
     item = pl.program_id(0)
-    head, tile = items_ref[item, plan.HEAD], items_ref[item, plan.TILE]
+    head, first_row = items_ref[item, plan.HEAD], items_ref[item, plan.ROW]
     base, steps = items_ref[item, plan.BASE], items_ref[item, plan.STEPS]
     begin, end = items_ref[item, plan.KV_BEGIN], items_ref[item, plan.KV_END]
-    row_tile, head_dim = q_ref.shape[-2:]
+    diagonal = items_ref[item, plan.DIAGONAL]
+    row_tile, head_dim = out_ref.shape[-2:]
     row = jnp.arange(row_tile, dtype=jnp.int32)
     column = jnp.arange(blocks.padded(head_dim), dtype=jnp.int32)
     real = (column < head_dim)[None, :]
     q = plt.load(
-        q_ref.at[tile, head, row[:, None], column[None, :]],
+        q_ref.at[head, first_row + row[:, None], column[None, :]],
         mask=jnp.broadcast_to(real, (row_tile, len(column))),
         other=0.0,
     )
@@ -102,9 +107,12 @@ def _kernel(
         inside = mask[:, None] & real
         keys = plt.load(k_ref.at[place], mask=inside, other=0.0)
         values = plt.load(v_ref.at[place], mask=inside, other=0.0)
+        if causal:  # index <= diagonal + folded row // group, without the division
+            seen = ((index - diagonal) * group)[None, :] <= first_row + row[:, None]
+            mask = mask[None, :] & seen
         return blocks.update(state, q, keys, values, mask, scale)
 
-    # Blocks before the range or after it are skipped: each block taken in holds a key that counts.
+    # Blocks before the range or after it are skipped.
     first = lax.div(begin - base, kv_tile)
     last = jnp.minimum(steps * steps_per_tile, lax.div(end - base + kv_tile - 1, kv_tile))
     state = lax.fori_loop(first, last, attend, blocks.initial(row_tile, len(column)))

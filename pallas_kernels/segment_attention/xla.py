@@ -55,7 +55,8 @@ def segment_attention(
             mask &= position[None, :] <= row_positions[row][:, None]
 
         keys, values = read(k, kv_start), read(v, kv_start)
-        values = jnp.where(kv_mask[:, None, None], values, 0)  # 0 × NaN of an unused slot is NaN
+        seen = mask.any(axis=0)[:, None, None]
+        values = jnp.where(seen, values, 0)  # 0 × NaN of an unused slot is NaN
         queries = lax.dynamic_slice_in_dim(q, row_start, row_tile)
         scores = jnp.einsum("rkgd,tkd->kgrt", queries, keys, preferred_element_type=jnp.float32)
         scores = jnp.where(mask[None, None], scores * scale, -jnp.inf)

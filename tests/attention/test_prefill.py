@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvgrain_jax.attention import ChunkPart, make_prefill_plan, prefill_attention
+from kvgrain_jax.attention import ChunkPart, HotPiece, make_prefill_plan, prefill_attention
 from kvgrain_jax.attention.plan import Tiling
 from tests.kernels.kernel_reference import attend_slots
 
@@ -15,7 +15,7 @@ N_SLOTS, ROW_TOKENS, HEADS, KV_HEADS, HEAD_DIM = 256, 96, 6, 2, 8
 SMALL_TILES = Tiling(4, 16)
 
 
-def check(parts, tables, size, page_size=1, tiling=SMALL_TILES):
+def check(parts, tables, size, page_size=1, tiling=SMALL_TILES, max_parts=3, max_pieces=2):
     """Compare a chunk with the reference; ``tables``: slots of each row's context, in order."""
     rng = np.random.default_rng(0)
     q = rng.standard_normal((size, HEADS, HEAD_DIM))
@@ -24,29 +24,37 @@ def check(parts, tables, size, page_size=1, tiling=SMALL_TILES):
     for row, slots in tables.items():
         row_pages = np.asarray(slots)[::page_size] // page_size
         pages[row, : len(row_pages)] = row_pages
-    positions = np.full(size, -1, np.int32)
     visible = [np.zeros(0, int)] * size
     token = 0
     for part in parts:
         for i in range(part.n_tokens):
-            positions[token] = part.first + i
             visible[token] = np.asarray(tables[part.row][: part.first + i + 1])
             token += 1
+    # The chunk's own keys come with the call and are not in the pool yet.
+    new_k, new_v = np.zeros((2, size, KV_HEADS, HEAD_DIM))
+    pool_k, pool_v = k.copy(), v.copy()
+    token = 0
+    for part in parts:
+        own = np.asarray(tables[part.row][part.first : part.first + part.n_tokens])
+        span = slice(token, token + part.n_tokens)
+        new_k[span], new_v[span] = k[own], v[own]
+        pool_k[own], pool_v[own] = np.nan, np.nan
+        token += part.n_tokens
     plan = make_prefill_plan(
         parts,
         n_tokens=size,
+        n_rows=3,
         row_tokens=ROW_TOKENS,
         n_slots=N_SLOTS,
-        max_parts=3,
-        max_pieces=2,
+        max_parts=max_parts,
+        max_pieces=max_pieces,
         tiling=tiling,
     )
     attend = jax.jit(prefill_attention, static_argnames="page_size")
     got = attend(
-        *(jnp.asarray(x, jnp.float32) for x in (q, k, v)),
+        *(jnp.asarray(x, jnp.float32) for x in (q, new_k, new_v, pool_k, pool_v)),
         plan,
         jnp.asarray(pages),
-        jnp.asarray(positions),
         page_size=page_size,
     )
     out, lse = attend_slots(q, k, v, visible, HEAD_DIM**-0.5)
@@ -68,21 +76,21 @@ def test_later_chunk_sees_the_earlier_tokens():
 
 def test_chunk_behind_a_hot_prefix():
     slots = np.concatenate([np.arange(64, 100), scattered(30)])
-    check([ChunkPart(0, 40, 10, ((64, 36),))], {0: slots}, 16)
+    check([ChunkPart(0, 40, 10, (HotPiece(1, 64, 36),))], {0: slots}, 16)
 
 
 def test_chunk_inside_the_slab_that_it_computes_sees_no_later_token():
-    check([ChunkPart(0, 10, 12, ((32, 60),))], {0: np.arange(32, 92)}, 12)
+    check([ChunkPart(0, 10, 12, (HotPiece(1, 32, 60),))], {0: np.arange(32, 92)}, 12)
 
 
 def test_chunk_across_the_end_of_the_slab():
     slots = np.concatenate([np.arange(64, 94), scattered(20)])
-    check([ChunkPart(0, 25, 15, ((64, 30),))], {0: slots}, 16)
+    check([ChunkPart(0, 25, 15, (HotPiece(1, 64, 30),))], {0: slots}, 16)
 
 
 def test_nested_hot_pieces():
     slots = np.concatenate([np.arange(0, 20), np.arange(64, 80), scattered(10)])
-    check([ChunkPart(0, 30, 12, ((0, 20), (64, 16)))], {0: slots}, 16)
+    check([ChunkPart(0, 30, 12, (HotPiece(1, 0, 20), HotPiece(2, 64, 16)))], {0: slots}, 16)
 
 
 @pytest.mark.parametrize("tiling", [Tiling(1, 1), Tiling(5, 7), Tiling(64, 256)])
@@ -93,8 +101,8 @@ def test_several_requests_in_one_chunk_do_not_see_each_other(tiling):
         2: np.arange(64, 84),
     }
     parts = [
-        ChunkPart(2, 0, 9, ((64, 20),)),
-        ChunkPart(0, 33, 5, ((0, 33),)),
+        ChunkPart(2, 0, 9, (HotPiece(1, 64, 20),)),
+        ChunkPart(0, 33, 5, (HotPiece(2, 0, 33),)),
         ChunkPart(1, 3, 7, ()),
     ]
     check(parts, tables, 24, tiling=tiling)
@@ -105,3 +113,31 @@ def test_pages_of_several_tokens(page_size):
     ids = np.random.default_rng(3).permutation(np.arange(128 // page_size, 256 // page_size))
     slots = (ids[:, None] * page_size + np.arange(page_size)).reshape(-1)[:90]
     check([ChunkPart(1, 16, 22, ())], {1: slots}, 32, page_size=page_size)
+
+
+def test_requests_behind_one_prefix_share_its_segment():
+    hot = (HotPiece(1, 0, 33),)
+    tables = {
+        row: np.concatenate([np.arange(0, 33), scattered(30)[10 * row : 10 * row + 10]])
+        for row in range(3)
+    }
+    parts = [ChunkPart(row, 33, 5 + row, hot) for row in range(3)]
+    plan = make_prefill_plan(
+        parts, n_tokens=24, n_rows=3, row_tokens=96, n_slots=256, max_parts=3, max_pieces=2
+    )
+    assert plan.hot.segments[:2].tolist() == [[0, 33, 0, 18], [0, 0, 0, 0]]
+    check(parts, tables, 24)
+
+
+def test_pieces_that_the_plan_does_not_hold_are_read_through_the_pages():
+    lengths = [8, 7, 6, 5]
+    hot = tuple(HotPiece(i, 32 * i, length) for i, length in enumerate(lengths))
+    slots = [np.arange(32 * i, 32 * i + length) for i, length in enumerate(lengths)]
+    tables = {0: np.concatenate([*slots, scattered(10)])}
+    part = ChunkPart(0, 26, 10, hot)
+    plan = make_prefill_plan(
+        [part], n_tokens=16, n_rows=3, row_tokens=96, n_slots=256, max_parts=1, max_pieces=1
+    )
+    assert plan.hot.segments.tolist() == [[0, 8, 0, 10], [32, 7, 0, 10]]
+    assert plan.cold.segments.tolist() == [[15, 11, 0, 10]]
+    check([part], tables, 16, max_parts=1, max_pieces=1)

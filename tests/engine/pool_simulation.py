@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from watched_cache import COLD_PAGES, HOT_PAGES, ROW_PAGES, WatchedCache
 
+from kvgrain_jax.attention import make_rule
 from kvgrain_jax.engine.request import Request
 from kvgrain_jax.engine.rows import Row, plan_batch
 from kvgrain_jax.engine.scheduler import Scheduler
@@ -235,7 +236,8 @@ class Simulation:
         if not self.scheduler.n_decoding:
             return
         backend, max_segments = next(self.plans)
-        plan = plan_batch(rows, self.cache, backend=backend, max_segments=max_segments)
+        rule = make_rule(backend)
+        plan = plan_batch(rows, self.cache, rule=rule, group=1, max_segments=max_segments)
         segments = np.array(plan.device.segments)[: int(plan.device.n_segments)]
         starts = np.array(plan.device.starts)
         held = np.array(self.cache.ledger.kv.k[0])[:, 0, 0]

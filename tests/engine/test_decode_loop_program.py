@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_engine import CONFIG, DECODE_STEPS, GROUP, MODEL, POOL_TOKENS, ask, make_engine, text
+from tiny_engine import CONFIG, DECODE_STEPS, MODEL, POOL_TOKENS, ask, make_engine, text
 
 from kvgrain_jax import Request
 from kvgrain_jax.engine import batch as batches
@@ -31,22 +31,23 @@ def serve_two(engine):
 def arguments(engine, n_rows=4, n_steps=4):
     """What the engine passes to the loop."""
     ledger = engine.cache.ledger
+    plan = engine._make_plan(n_rows)
     args = (
         engine._params,
         ledger.kv,
         ledger.pools.cold,
         engine._batch,
-        engine._make_plan(n_rows).device,
+        plan.device,
+        jnp.asarray(plan.choices.table),
         jnp.int32(n_steps),
-        jnp.bool_(False),
+        jnp.int32(n_rows),
     )
     static = {
         "step": MODEL.step,
         "n_rows": n_rows,
         "max_steps": engine.config.decode_steps,
-        "rule": engine._rule,
+        "backends": plan.choices.backends,
         "page_size": engine.cache.geometry.page_size,
-        "group": GROUP,
     }
     return args, static
 
@@ -116,8 +117,9 @@ def test_a_host_transfer_would_be_refused():
 
 def test_new_plan_batch_and_step_count_do_not_recompile():
     engine = make_engine()
-    serve_two(engine)
+    engine.warmup()
     before = decode_loop._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
+    serve_two(engine)
     while engine.has_work:
         engine.step()
     for i in range(3):
@@ -131,7 +133,7 @@ def test_new_plan_batch_and_step_count_do_not_recompile():
 def test_too_few_free_pages_stop_the_loop_and_nothing_of_that_step_is_done():
     engine = make_engine(hot_fraction=0.0)
     serve_two(engine)
-    (params, kv, pool, batch, plan, _, flag), static = arguments(engine)
+    (params, kv, pool, batch, plan, choices, _, quota), static = arguments(engine)
     lengths, pages = np.array(batch.lengths), np.array(batch.pages)
     keys = np.array(kv.k[1])
     n_free = 2 * 3 + 1  # two rows take a page each for three steps; one page is left over
@@ -139,7 +141,7 @@ def test_too_few_free_pages_stop_the_loop_and_nothing_of_that_step_is_done():
     free = np.roll(np.array(pool.free), n_free - int(pool.n_free))
     pool = dataclasses.replace(pool, free=jnp.asarray(free), n_free=jnp.int32(n_free))
     kv, pool, batch, trace = decode_loop(
-        params, kv, pool, batch, plan, jnp.int32(DECODE_STEPS), flag, **static
+        params, kv, pool, batch, plan, choices, jnp.int32(DECODE_STEPS), quota, **static
     )
     assert bool(trace.starved)
     assert int(trace.n_steps) == 3
@@ -160,11 +162,11 @@ def test_too_few_free_pages_stop_the_loop_and_nothing_of_that_step_is_done():
 def test_loop_that_starves_at_once_changes_nothing():
     engine = make_engine(hot_fraction=0.0)
     serve_two(engine)
-    (params, kv, pool, batch, plan, _, flag), static = arguments(engine)
+    (params, kv, pool, batch, plan, choices, _, quota), static = arguments(engine)
     pool = dataclasses.replace(pool, n_free=jnp.int32(1))
     before = jax.tree.map(np.array, jax.tree.leaves((kv, pool, batch)))
     kv, pool, batch, trace = decode_loop(
-        params, kv, pool, batch, plan, jnp.int32(4), flag, **static
+        params, kv, pool, batch, plan, choices, jnp.int32(4), quota, **static
     )
     assert bool(trace.starved)
     assert int(trace.n_steps) == 0
@@ -172,14 +174,14 @@ def test_loop_that_starves_at_once_changes_nothing():
         np.testing.assert_array_equal(old, new)
 
 
-@pytest.mark.parametrize(("asked", "n_steps"), [(True, 2), (False, 4)])
-def test_loop_returns_after_a_finished_row_if_asked(asked, n_steps):
+@pytest.mark.parametrize(("max_finished", "n_steps"), [(1, 2), (2, 4)])
+def test_loop_returns_when_so_many_rows_have_finished(max_finished, n_steps):
     engine = make_engine()
     serve_two(engine)
-    (params, kv, pool, batch, plan, _, _), static = arguments(engine)
+    (params, kv, pool, batch, plan, choices, _, _), static = arguments(engine)
     batch = dataclasses.replace(batch, remaining=batch.remaining.at[1].set(2))
     *_, batch, trace = decode_loop(
-        params, kv, pool, batch, plan, jnp.int32(4), jnp.bool_(asked), **static
+        params, kv, pool, batch, plan, choices, jnp.int32(4), jnp.int32(max_finished), **static
     )
     assert int(trace.n_steps) == n_steps
     assert np.array(batch.active).tolist() == [True, False, False, False]
@@ -190,9 +192,9 @@ def test_loop_returns_after_a_finished_row_if_asked(asked, n_steps):
 def test_loop_stops_when_no_row_is_active():
     engine = make_engine()
     serve_two(engine)
-    (params, kv, pool, batch, plan, n_steps, flag), static = arguments(engine)
+    (params, kv, pool, batch, plan, choices, n_steps, quota), static = arguments(engine)
     batch = dataclasses.replace(batch, remaining=jnp.full(4, 1, jnp.int32))
-    *_, trace = decode_loop(params, kv, pool, batch, plan, n_steps, flag, **static)
+    *_, trace = decode_loop(params, kv, pool, batch, plan, choices, n_steps, quota, **static)
     assert int(trace.n_steps) == 1
     assert not bool(trace.starved)
 
@@ -206,8 +208,9 @@ def test_empty_batch_runs_no_step():
 
 def test_row_of_a_request_round_trips_through_the_batch():
     batch = batches.init(3, 5)
-    row = batches.row_of(Request("r", [1, 2], 7, stop_tokens=(9,)), np.asarray([4, 2]), 5)
-    batch = batches.set_row(batch, jnp.int32(1), row)
+    request = Request("r", [1, 2], 7, stop_tokens=(9,))
+    rows = batches.rows_of([(1, request, np.asarray([4, 2]))], n_rows=3, n_pages=5, capacity=2)
+    batch = batches.set_rows(batch, *rows)
     assert batches.row_pages(batch, jnp.int32(1)).tolist() == [4, 2, 0, 0, 0]
     assert batch.remaining.tolist() == [0, 7, 0]
     assert batch.stop_tokens[1, :2].tolist() == [9, -1]

@@ -146,7 +146,7 @@ def test_summary_adds_up():
         kv_bytes_per_token=100,
         requests=[request("a", 0.0, 1.0, 3.0, 5), request("b", 1.0, 4.0, 5.0, 3)],
         samples=[Sample(1.0, 2, 1, 8, 20, 0, 6), Sample(2.0, 1, 0, 12, 10, 4, 9)],
-        steps=[StepTrace("dense", 2, 6, 6), StepTrace("paged", 1, 3, 0)],
+        steps=[StepTrace("dense", 2, 6, "", 6), StepTrace("paged", 1, 3, "", 0)],
     )
     assert metrics.summary() == {
         "requests": 2,

@@ -204,7 +204,7 @@ def test_a_part_names_the_contiguous_pieces_of_its_context(line):
     line.ask("first", new(0, 4), shared=3)
     line.admit()
     (part,) = line.next_parts()
-    assert part.hot == ((0, 3),)
+    assert [(piece.base, piece.length) for piece in part.hot] == [(0, 3)]
 
 
 # -- rows ------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def run_metrics(backend, hot):
         kv_bytes_per_token=64,
         requests=[request],
         samples=[Sample(0.5, 1, 0, hot, 20, 0, 10), Sample(1.5, 1, 0, hot, 25, 0, 10)],
-        steps=[StepTrace(backend, 1, 3, 10), StepTrace("paged", 1, 3, 10)],
+        steps=[StepTrace(backend, 1, 3, "", 10), StepTrace("paged", 1, 3, "", 10)],
     )
 
 

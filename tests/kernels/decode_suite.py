@@ -5,24 +5,47 @@ import jax.numpy as jnp
 import kernel_reference as reference
 import numpy as np
 import pytest
-from kernel_suite import HEAD_DIMS, HEAD_SHAPES, Suite, close, draw, essential, spoil, wide
+from kernel_suite import (
+    HEAD_DIMS,
+    HEAD_SHAPES,
+    TOLERANCE,
+    Suite,
+    close,
+    draw,
+    essential,
+    spoil,
+    wide,
+)
+from merge_append_suites import scattered
 
 import pallas_kernels
+from pallas_kernels.implementation import ImplementationError
+from pallas_kernels.split_kv_decode import longest_first
 
 SPLIT_KV_DECODE = jax.jit(
     pallas_kernels.split_kv_decode,
-    static_argnames=("page_size", "scale", "splits", "implementation"),
+    static_argnames=("page_size", "scale", "splits", "out_dtype", "implementation"),
 )
 
 
 class SplitKvDecodeSuite(Suite):
     """Each row attends to its own tokens, scattered over pages."""
 
+    heads = (2, 2)  # K, G where a case does not say
+
+    def cannot_run(self, *, dtype, heads, head_dim, page_size, splits) -> bool:
+        """Whether the implementation refuses the case, by its name."""
+        return False
+
+    def per_head(self, *values):
+        """One value for each KV head, the given ones in turn."""
+        return tuple(np.resize(values, self.heads[0]).tolist())
+
     def check(
         self,
         ranges,
         *,
-        heads=(2, 2),
+        heads=None,
         head_dim=64,
         dtype=None,
         page_size=1,
@@ -30,8 +53,16 @@ class SplitKvDecodeSuite(Suite):
         unused=np.nan,
         head_lengths=None,
         splits=None,
+        order=None,
+        prefix_counts=None,
+        out_dtype="float32",
     ):
-        """``ranges``: (start, length) of the first rows of five; the others are empty."""
+        """``ranges``: (start, length) of the first rows of five; the others are empty.
+
+        ``head_lengths``: of each row, for its KV heads in turn. ``prefix_counts``: likewise, how
+        many partials over other keys there are to merge with.
+        """
+        heads = self.heads if heads is None else heads
         n_rows, n_slots, (n_kv_heads, group) = 5, 256, heads
         dtype = self.dtype if dtype is None else dtype
         ranges = [*ranges, *[(0, 0)] * (n_rows - len(ranges))]
@@ -39,7 +70,7 @@ class SplitKvDecodeSuite(Suite):
         starts, lengths = np.array(ranges, np.int32).T.copy()
         ends = np.repeat(lengths[:, None], n_kv_heads, axis=1)
         if head_lengths is not None:
-            ends = np.array(head_lengths, np.int32)
+            ends = np.array([np.resize(row, n_kv_heads) for row in head_lengths], np.int32)
         pages = np.stack([rng.permutation(n_slots // page_size) for _ in range(n_rows)])
         longest = reference.paged_slots(pages, starts, ends.max(axis=1), page_size)
         if inputs is None:
@@ -55,12 +86,25 @@ class SplitKvDecodeSuite(Suite):
             table[row, : starts[row] // page_size] = -5
             table[row, -(-int(ends[row].max()) // page_size) :] = 1 << 30
         args = [jnp.asarray(x, jnp.int32) for x in (table, starts, lengths)]
+        prefix, *partials = None, [], []
+        if prefix_counts is not None:
+            prefix, *partials = scattered(
+                [np.resize(row, n_kv_heads) for row in prefix_counts], group, head_dim
+            )
         options = {
             "page_size": page_size,
             "scale": head_dim**-0.5,
             "splits": splits,
             "head_lengths": None if head_lengths is None else jnp.asarray(ends),
+            "order": None if order is None else jnp.asarray(order, jnp.int32),
+            "prefix": prefix,
+            "out_dtype": out_dtype,
         }
+        case = {"dtype": dtype, "heads": heads, "head_dim": head_dim, "page_size": page_size}
+        if self.cannot_run(**case, splits=splits):
+            with pytest.raises(ImplementationError, match=f"cannot run as {self.implementation}"):
+                SPLIT_KV_DECODE(q, k, v, *args, implementation=self.implementation, **options)
+            pytest.skip("refused by name, as it should be")
         actual = SPLIT_KV_DECODE(q, k, v, *args, implementation=self.implementation, **options)
         if self.implementation == "xla":
             heads = []
@@ -71,11 +115,15 @@ class SplitKvDecodeSuite(Suite):
                 heads.append(
                     reference.attend_slots(wide(q)[:, own], keys, values, visible, head_dim**-0.5)
                 )
-            expected = tuple(np.concatenate(parts, axis=1) for parts in zip(*heads, strict=True))
+            own = (np.concatenate(parts, axis=1) for parts in zip(*heads, strict=True))
+            own, partials = ([x, *more] for x, more in zip(own, partials, strict=True))
+            expected = reference.merge(own, partials)
         else:
             q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+            options["out_dtype"] = "float32"
             expected = SPLIT_KV_DECODE(q, k, v, *args, implementation="xla", **options)
-        close(actual, expected, dtype)
+        worst = max(dtype, out_dtype, key=lambda name: TOLERANCE[jnp.dtype(name).name])
+        close((actual[0].astype(jnp.float32), actual[1]), expected, worst)
         return actual
 
     @essential
@@ -112,14 +160,24 @@ class SplitKvDecodeSuite(Suite):
         self.check([(0, 33), (0, 3)], unused=np.inf)
 
     def test_large_logits_of_both_signs(self):
-        inputs = (draw(4, (5, 4, 64), "float32", 60.0), draw(5, (256, 2, 64), "float32", 60.0))
-        self.check([(0, 100), (0, 7)], inputs=(*inputs, draw(6, (256, 2, 64), "float32")))
+        (n_kv_heads, group), large = self.heads, 60.0
+        pool = (256, n_kv_heads, 64)
+        inputs = (
+            draw(4, (5, n_kv_heads * group, 64), "float32", large),
+            draw(5, pool, "float32", large),
+            draw(6, pool, "float32"),
+        )
+        self.check([(0, 100), (0, 7)], inputs=inputs)
 
     def test_equal_keys_average_the_values(self):
-        q, k = draw(7, (5, 4, 64), self.dtype), jnp.ones((256, 2, 64), jnp.float32)
-        v = jnp.broadcast_to(jnp.arange(2, dtype=jnp.float32)[None, :, None], (256, 2, 64))
-        out, lse = self.check([(0, 50)], inputs=(q, k, v))
-        np.testing.assert_allclose(out[0, :, 0], [0, 0, 1, 1], atol=1e-5)
+        n_kv_heads, group = self.heads
+        q = draw(7, (5, n_kv_heads * group, 64), self.dtype)
+        k = jnp.ones((256, n_kv_heads, 64), jnp.float32)
+        head = jnp.arange(n_kv_heads, dtype=jnp.float32)
+        out, lse = self.check(
+            [(0, 50)], inputs=(q, k, jnp.broadcast_to(head[None, :, None], k.shape))
+        )
+        np.testing.assert_allclose(out[0, :, 0], np.repeat(head, group), atol=1e-5)
         score = wide(q)[0].astype(np.float64).sum(axis=-1) / 8 + np.log(50)
         np.testing.assert_allclose(lse[0], score, rtol=1e-5, atol=1e-5)
 
@@ -144,18 +202,69 @@ class SplitKvDecodeSuite(Suite):
     def test_heads_of_their_own_lengths(self):
         lengths = [[70, 3], [0, 17], [64, 64], [1, 0], [0, 0]]
         out, lse = self.check([(0, 70)] * 5, head_lengths=lengths)
-        assert np.isneginf(lse[1, :2]).all()
-        assert (np.asarray(out[1, :2]) == 0).all()
+        assert np.isneginf(lse[1, : self.heads[1]]).all()
+        assert (np.asarray(out[1, : self.heads[1]]) == 0).all()
 
     @essential
     def test_a_split_table_changes_nothing(self):
-        self.check([(0, 200), (0, 3), (16, 90)], splits=(3, 1))
+        self.check([(0, 200), (0, 3), (16, 90)], splits=self.per_head(3, 1))
+
+    @essential
+    def test_heads_split_alike(self):
+        self.check([(0, 200), (0, 3), (16, 90)], splits=self.per_head(3))
 
     def test_more_splits_than_tokens(self):
-        self.check([(0, 1), (0, 2)], splits=(4, 4))
+        self.check([(0, 1), (0, 2)], splits=self.per_head(4))
 
     @pytest.mark.parametrize("splits", [(1,), (2, 0), (1, 2, 3)])
     @essential
     def test_a_split_table_of_the_wrong_size_is_refused(self, splits):
-        with pytest.raises(ValueError, match="2 positive integers"):
+        with pytest.raises(ValueError, match=f"{self.heads[0]} positive integers"):
             self.check([(0, 5)], splits=splits)
+
+    @pytest.mark.parametrize("n_splits", [1, 3])
+    @essential
+    def test_prefix_partials_are_merged_in(self, n_splits):
+        counts = [[1, 3], [12, 2], [0, 1], [1, 0], [0, 0]]
+        ranges = [(0, 70), (0, 9), (16, 40), (0, 0), (0, 0)]
+        out, lse = self.check(ranges, prefix_counts=counts, splits=self.per_head(n_splits))
+        assert np.isneginf(lse).any(axis=1).tolist() == [False, False, False, True, True]
+        assert np.isfinite(lse[3, : self.heads[1]]).all()
+        assert (np.asarray(out[4]) == 0).all()
+
+    def test_no_row_has_prefix_partials(self):
+        self.check([(0, 70), (0, 9)], prefix_counts=[[0, 0]] * 5)
+
+    @pytest.mark.parametrize(("n_kv_heads", "group"), HEAD_SHAPES)
+    def test_prefix_partials_of_head_shapes(self, n_kv_heads, group):
+        counts = np.random.default_rng(3).integers(0, 11, (5, n_kv_heads))
+        self.check([(0, 40), (0, 3)], heads=(n_kv_heads, group), prefix_counts=counts)
+
+    @pytest.mark.parametrize("n_splits", [1, 2])
+    @essential
+    def test_the_output_in_a_narrow_type_and_its_log_sum_exp_in_float32(self, n_splits):
+        counts, splits = [[2, 1]] * 5, self.per_head(n_splits)
+        out, lse = self.check(
+            [(0, 70), (0, 9)], prefix_counts=counts, splits=splits, out_dtype="bfloat16"
+        )
+        assert (out.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
+
+    @essential
+    def test_the_order_of_the_rows_changes_nothing(self):
+        ranges = [(0, 5), (0, 70), (0, 0), (16, 40), (0, 1)]
+        plain = self.check(ranges)
+        ordered = self.check(ranges, order=[1, 3, 0, 4, 2])
+        for a, b in zip(plain, ordered, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+class LongestFirstSuite:
+    """The order in which rows start: the same for every implementation."""
+
+    def test_rows_come_by_falling_length(self):
+        starts, lengths = jnp.array([0, 16, 0, 32]), jnp.array([5, 40, 24, 32])
+        assert longest_first(starts, lengths).tolist() == [1, 2, 0, 3]
+
+    def test_of_a_row_whose_heads_differ_the_longest_counts(self):
+        lengths = jnp.array([[5, 9], [2, 11], [10, 1]])
+        assert longest_first(jnp.zeros(3, jnp.int32), lengths).tolist() == [1, 2, 0]

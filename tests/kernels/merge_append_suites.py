@@ -1,4 +1,4 @@
-"""What every implementation of ``merge_partials`` and of ``append_kv`` shows."""
+"""What every implementation of the merges and of ``append_kv`` shows."""
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +8,88 @@ import pytest
 from kernel_suite import HEAD_DIMS, Suite, close, draw, essential, wide
 
 import pallas_kernels
+from pallas_kernels.merge import merge_row_partials
+from pallas_kernels.row_partials import RowPartials
 
 MERGE_PARTIALS = jax.jit(pallas_kernels.merge_partials, static_argnames="implementation")
+MERGE_ROW_PARTIALS = jax.jit(
+    merge_row_partials, static_argnames=("n_heads", "out_dtype", "implementation")
+)
 APPEND_KV = jax.jit(pallas_kernels.append_kv, static_argnames="implementation")
 
 
-class MergeSuite(Suite):
+def scattered(counts, group, head_dim, seed=0):
+    """Random partials, ``counts[b][k]`` of them, strewn over arrays that hold NaN elsewhere.
+
+    Returns them as ``RowPartials``, and as ``[S, B, H, D]`` and ``[S, B, H]``, empty in the gaps.
+    """
+    rng = np.random.default_rng(seed)
+    counts = np.array(counts, np.int32)
+    (n_rows, n_kv_heads), most = counts.shape, max(1, int(counts.max()))
+    n_places = 2 * int(counts.sum()) + 1
+    free = iter(rng.permutation(n_places) * group)
+    outs = np.full((n_places * group, head_dim), np.nan, np.float32)
+    lses = np.full(n_places * group, np.nan, np.float32)
+    places = np.full((n_rows, n_kv_heads, most), -1, np.int32)
+    dense = np.zeros((most, n_rows, n_kv_heads, group, head_dim), np.float32)
+    dense_lses = np.full(dense.shape[:-1], -np.inf, np.float32)
+    for row, head in np.ndindex(counts.shape):
+        for s in range(counts[row, head]):
+            places[row, head, s] = place = next(free)
+            own = slice(place, place + group)
+            outs[own] = dense[s, row, head] = rng.standard_normal((group, head_dim))
+            lses[own] = dense_lses[s, row, head] = rng.standard_normal(group) * 3
+    shape = (most, n_rows, n_kv_heads * group)
+    part = RowPartials(*(jnp.asarray(x) for x in (outs, lses, places, counts)))
+    return part, dense.reshape(*shape, head_dim), dense_lses.reshape(shape)
+
+
+class RowMergeSuite(Suite):
+    """The partials that each row has, wherever they lie, become the row's result."""
+
+    def check_rows(self, *counts, group=2, head_dim=64, out_dtype="float32"):
+        """``counts``: of each source the partials of every row and KV head."""
+        made = [scattered(c, group, head_dim, seed) for seed, c in enumerate(counts)]
+        actual = MERGE_ROW_PARTIALS(
+            [part for part, _, _ in made],
+            n_heads=len(counts[0][0]) * group,
+            out_dtype=out_dtype,
+            implementation=self.implementation,
+        )
+        outs, lses = (np.concatenate(parts) for parts in list(zip(*made, strict=True))[1:])
+        close((actual[0].astype(jnp.float32), actual[1]), reference.merge(outs, lses), out_dtype)
+        return actual
+
+    @essential
+    def test_rows_of_their_own_numbers_of_partials(self):
+        out, lse = self.check_rows([[1, 0], [3, 20], [0, 0]])
+        assert (np.asarray(out[2]) == 0).all()
+        assert np.isneginf(lse[2]).all()
+
+    @essential
+    def test_partials_of_two_sources(self):
+        self.check_rows([[1, 0], [0, 2]], [[0, 3], [0, 1]])
+
+    def test_no_row_has_partials(self):
+        out, lse = self.check_rows([[0, 0], [0, 0]])
+        assert (np.asarray(out) == 0).all()
+        assert np.isneginf(lse).all()
+
+    @pytest.mark.parametrize("group", [1, 3, 5, 16])
+    def test_groups(self, group):
+        self.check_rows([[2, 9], [1, 4]], group=group)
+
+    @pytest.mark.parametrize("head_dim", HEAD_DIMS)
+    def test_head_dims_of_row_partials(self, head_dim):
+        self.check_rows([[2], [1]], head_dim=head_dim)
+
+    @essential
+    def test_the_output_in_a_narrow_type_and_its_log_sum_exp_in_float32(self):
+        out, lse = self.check_rows([[2, 1], [1, 4]], out_dtype="bfloat16")
+        assert (out.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
+
+
+class MergeSuite(RowMergeSuite):
     """Partial results over disjoint keys become the result over their union."""
 
     def check(self, outs, lses):
@@ -111,3 +187,93 @@ class AppendSuite(Suite):
     )
     def test_head_shapes(self, heads, head_dim):
         self.check([4, 9, 2], heads=heads, head_dim=head_dim)
+
+
+ROPE_APPEND = jax.jit(pallas_kernels.rope_append, static_argnames="implementation")
+
+
+class RopeAppendSuite(Suite):
+    """Queries and keys are turned by their angles, keys and values go to their slots."""
+
+    def check(self, slots, *, shape=(2, 3), head_dim=64, dtype="bfloat16", n_slots=40):
+        (n_kv_heads, group), n_rows = shape, len(slots)
+        k, v = (draw(seed, (n_slots, n_kv_heads, head_dim), dtype) for seed in (31, 32))
+        qkv = draw(33, (n_rows, n_kv_heads, group + 2, head_dim), dtype)
+        angles = np.random.default_rng(34).uniform(-4, 4, (n_rows, head_dim // 2))
+        cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
+        got_k, got_v, q = ROPE_APPEND(
+            k,
+            v,
+            qkv,
+            cos,
+            sin,
+            jnp.asarray(slots, jnp.int32),
+            implementation=self.implementation,
+        )
+        # A pair of features is a complex number, its rotation a product.
+        pairs = wide(qkv).astype(np.float64)
+        pairs = pairs[..., : head_dim // 2] + 1j * pairs[..., head_dim // 2 :]
+        turned = pairs * np.exp(1j * angles)[:, None, None, :]
+        turned = np.concatenate([turned.real, turned.imag], axis=-1)
+        want_k, want_v = wide(k).astype(np.float64), wide(v).copy()
+        for row, slot in enumerate(slots):
+            if slot < n_slots:
+                want_k[slot], want_v[slot] = turned[row, :, group], wide(qkv)[row, :, group + 1]
+        step = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 1e-6}[dtype]
+        assert (got_k.dtype, got_v.dtype, q.dtype) == (jnp.dtype(dtype),) * 3
+        want_q = turned[:, :, :group].reshape(n_rows, -1, head_dim)
+        np.testing.assert_allclose(wide(q), want_q, rtol=step, atol=step)
+        np.testing.assert_allclose(wide(got_k), want_k, rtol=step, atol=step)
+        np.testing.assert_array_equal(wide(got_v), want_v)
+
+    @essential
+    def test_rows_go_to_their_slots_and_the_rest_stays(self):
+        self.check([7, 0, 39, 23])
+
+    def test_a_slot_past_the_pool_drops_the_row_but_not_its_queries(self):
+        self.check([40, 3, 2**31 - 1])
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+    def test_dtypes(self, dtype):
+        self.check([4, 9, 2], dtype=dtype)
+
+    @pytest.mark.parametrize("shape", [(1, 1), (8, 4), (3, 5), (1, 16)])
+    def test_head_shapes(self, shape):
+        self.check([4, 9, 2], shape=shape)
+
+    @pytest.mark.parametrize("head_dim", [80, 96, 112, 128, 256])
+    def test_head_dims(self, head_dim):
+        self.check([5], head_dim=head_dim)
+
+
+ADD_RMS_NORM = jax.jit(pallas_kernels.add_rms_norm, static_argnames=("eps", "implementation"))
+
+
+class AddRmsNormSuite(Suite):
+    """The sum of stream and branch, and its norm."""
+
+    def check(self, rows, size, dtype="bfloat16", scale=1.0, eps=1e-5):
+        x, delta = (draw(seed, (rows, size), dtype, scale) for seed in (41, 42))
+        weight = draw(43, (size,), dtype)
+        y, norm = ADD_RMS_NORM(x, delta, weight, eps=eps, implementation=self.implementation)
+        want = wide(x + delta).astype(np.float64)
+        step = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2e-6}[dtype]
+        assert y.dtype == norm.dtype == jnp.dtype(dtype)
+        np.testing.assert_array_equal(wide(y), want)
+        mean_square = np.mean(want**2, axis=-1, keepdims=True)
+        want = want / np.sqrt(mean_square + eps) * wide(weight)
+        np.testing.assert_allclose(wide(norm), want, rtol=2 * step, atol=step)
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+    def test_dtypes(self, dtype):
+        self.check(3, 64, dtype)
+
+    @pytest.mark.parametrize("size", [16, 576, 1000, 5120])
+    def test_sizes(self, size):
+        self.check(2, size)
+
+    def test_one_row(self):
+        self.check(1, 128)
+
+    def test_small_values_are_held_up_by_eps(self):
+        self.check(2, 64, "float32", scale=1e-3, eps=1e-2)

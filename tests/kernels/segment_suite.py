@@ -20,10 +20,9 @@ from kernel_suite import (
 import pallas_kernels
 from pallas_kernels.segment_attention import build_schedule
 
-SEGMENT_ATTENTION = jax.jit(
-    pallas_kernels.segment_attention,
-    static_argnames=("row_tile", "kv_tile", "scale", "implementation"),
-)
+STATIC = ("row_tile", "kv_tile", "scale", "implementation")
+SEGMENT_ATTENTION = jax.jit(pallas_kernels.segment_attention, static_argnames=STATIC)
+SEGMENT_PARTIALS = jax.jit(pallas_kernels.segment_partials, static_argnames=STATIC)
 
 NOTHING = (np.zeros(0), np.zeros(0))  # what a case that is refused gives
 
@@ -39,6 +38,29 @@ def tiles(segments, row_tile, kv_tile):
     padded = np.full((32, 3), 9999, np.int32)
     padded[: len(work)] = np.array(work, np.int32).reshape(-1, 3)
     return jnp.asarray(padded), jnp.int32(len(work))
+
+
+def merged(partials, n_heads):
+    """The rows that partials make up, by ``reference.merge``: ``[B, H, D]`` and ``[B, H]``."""
+    outs, lses = np.asarray(partials.outs), np.asarray(partials.lses)
+    n_rows, n_kv_heads, _ = partials.places.shape
+    group = n_heads // n_kv_heads
+    out, lse = np.zeros((n_rows, n_heads, outs.shape[-1])), np.full((n_rows, n_heads), -np.inf)
+    for row, head in np.ndindex(n_rows, n_kv_heads):
+        places, count = partials.places[row, head], partials.counts[row, head]
+        assert (places[count:] == -1).all()
+        own = np.asarray(places[:count])[:, None] + np.arange(group)
+        members = slice(head * group, head * group + group)
+        out[row, members], lse[row, members] = reference.merge(outs[own], lses[own])
+    return jnp.asarray(out, jnp.float32), jnp.asarray(lse, jnp.float32)
+
+
+def positions(segments, diagonals, n_rows):
+    """``(row_positions, first_positions)`` that say what ``diagonals`` do: a slot is a position."""
+    of_row = np.zeros(n_rows, int)
+    for (_, _, first_row, rows), diagonal in zip(segments, diagonals, strict=True):
+        of_row[first_row : first_row + rows] = diagonal + np.arange(rows)
+    return of_row, [base for base, *_ in segments] + [0] * (5 - len(segments))
 
 
 class SegmentAttentionSuite(Suite):
@@ -60,9 +82,19 @@ class SegmentAttentionSuite(Suite):
         slots=None,
         row_positions=None,
         first_positions=None,
+        diagonals=None,
+        partials=False,
     ):
-        """Compare one call with the reference; slots that no row may see hold ``unused``."""
+        """Compare one call with the reference; slots that no row may see hold ``unused``.
+
+        ``diagonals`` give the positions and a causal schedule; ``partials`` calls the form that
+        leaves the merge to others.
+        """
         n_kv_heads, group = heads
+        causal_by_positions = row_positions is not None
+        if diagonals is not None:
+            row_positions, first_positions = positions(segments, diagonals, n_rows)
+            diagonals = np.array([*diagonals, *[0] * (5 - len(segments))])
         dtype = self.dtype if dtype is None else dtype
         if inputs is None:
             inputs = (
@@ -87,6 +119,7 @@ class SegmentAttentionSuite(Suite):
             row_tile=row_tile,
             kv_tile=kv_tile,
             n_workers=3,
+            diagonals=diagonals,
         )
         arrays = (
             None if x is None else jnp.asarray(x, jnp.int32)
@@ -102,11 +135,15 @@ class SegmentAttentionSuite(Suite):
         args = (jnp.asarray(table), work, n_work)
 
         def run():
-            return SEGMENT_ATTENTION(
+            call = SEGMENT_PARTIALS if partials else SEGMENT_ATTENTION
+            result = call(
                 q, k, v, *args, implementation=self.implementation, schedule=schedule, **options
             )
+            return merged(result, n_kv_heads * group) if partials else result
 
-        if self.refuses(dtype=dtype, slots=slots, row_positions=row_positions):
+        if self.refuses(
+            dtype=dtype, slots=slots, row_positions=row_positions if causal_by_positions else None
+        ):
             with pytest.raises(pallas_kernels.ImplementationError, match=self.implementation):
                 run()
             return NOTHING
@@ -119,7 +156,6 @@ class SegmentAttentionSuite(Suite):
         close(actual, expected, dtype)
         return actual
 
-    @essential
     def test_rows_of_two_classes_read_their_own_segment(self):
         self.check([(0, 70, 0, 5), (96, 41, 5, 3)])
 
@@ -150,6 +186,11 @@ class SegmentAttentionSuite(Suite):
     def test_an_empty_segment_and_a_segment_without_rows_add_nothing(self):
         self.check([(0, 0, 0, 3), (32, 20, 0, 0), (64, 20, 3, 2)])
 
+    @essential
+    def test_rows_that_start_anywhere(self):
+        self.check([(0, 40, 1, 2), (64, 33, 3, 5), (104, 70, 8, 25)], n_rows=33, heads=(1, 3))
+
+    @essential
     def test_no_work_gives_the_empty_result_everywhere(self):
         out, lse = self.check([(0, 0, 0, 4)])
         assert (np.asarray(out) == 0).all()
@@ -204,8 +245,42 @@ class SegmentAttentionSuite(Suite):
         )
 
     @essential
+    def test_tokens_of_a_chunk_see_their_own_and_the_ones_before(self):
+        segments = [(0, 23, 0, 23), (23, 17, 23, 17)]
+        self.check(segments, diagonals=[0, 23], n_rows=40, n_slots=128, heads=(1, 2))
+
+    @essential
+    def test_a_causal_segment_longer_than_its_tiles(self):
+        self.check([(5, 187, 1, 40)], diagonals=[140], n_rows=41, heads=(1, 3), unused=np.nan)
+
+    @pytest.mark.parametrize("diagonal", [61, 62, 63, 64, 126, 127, 128])
+    def test_diagonals_around_a_tile_edge(self, diagonal):
+        self.check([(0, 150, 0, 3)], diagonals=[diagonal])
+
+    @essential
+    def test_a_row_before_the_first_key_is_empty(self):
+        _, lse = self.check([(64, 30, 0, 8)], diagonals=[61], heads=(1, 2))
+        if len(lse):
+            assert np.isneginf(lse[:3]).all()
+            assert np.isfinite(lse[3:]).all()
+
+    def test_rows_beyond_the_last_key_see_all(self):
+        self.check([(64, 30, 0, 8)], diagonals=[90])
+
+    def test_a_causal_segment_of_redirected_slots(self):
+        slots = np.random.default_rng(9).permutation(200)[:96]
+        self.check([(3, 70, 0, 8)], diagonals=[66], slots=slots, n_slots=200)
+
+    @essential
+    def test_partials_make_up_the_rows(self):
+        self.check([(0, 170, 0, 6), (96, 90, 2, 3)], heads=(1, 4), partials=True)
+
+    def test_causal_partials_make_up_the_rows(self):
+        self.check([(0, 190, 0, 6)], diagonals=[60], partials=True)
+
+    @essential
     def test_repeated_runs_are_bitwise_equal(self):
-        first = self.check([(0, 70, 0, 5), (96, 41, 5, 3)])
-        second = self.check([(0, 70, 0, 5), (96, 41, 5, 3)])
+        first = self.check([(0, 170, 0, 5)], heads=(1, 4))
+        second = self.check([(0, 170, 0, 5)], heads=(1, 4))
         for a, b in zip(first, second, strict=True):
             np.testing.assert_array_equal(a, b)

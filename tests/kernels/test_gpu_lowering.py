@@ -34,7 +34,7 @@ def arrays(n_kv_heads, group, head_dim, dtype, n_slots=512):
     return jax.ShapeDtypeStruct((20, n_kv_heads * group, head_dim), dtype), pool, pool
 
 
-def schedule_for(n_kv_heads, group, head_dim, row_tile):
+def schedule_for(n_kv_heads, group, head_dim, row_tile, diagonals=None):
     return build_schedule(
         np.array([(0, 200, 0, 12), (256, 100, 12, 8)], np.int32),
         n_rows=20,
@@ -44,22 +44,28 @@ def schedule_for(n_kv_heads, group, head_dim, row_tile):
         row_tile=row_tile,
         kv_tile=128 if head_dim <= 128 else 64,
         n_workers=132,
+        diagonals=diagonals,
     )
 
 
+DIAGONALS = [None, np.array([100, 300])]
+
+
+@pytest.mark.parametrize("diagonals", DIAGONALS)
 @pytest.mark.parametrize("shape", [*DIMS, *GROUPS[:2]])
-def test_mosaic_segment_attention_lowers(shape):
+def test_mosaic_segment_attention_lowers(shape, diagonals):
     n_kv_heads, group, head_dim, _ = shape
-    schedule = schedule_for(n_kv_heads, group, head_dim, 64 if group == 1 else 128)
-    call = functools.partial(mosaic.segment_attention, schedule=schedule, scale=0.1)
+    schedule = schedule_for(n_kv_heads, group, head_dim, 64 if group == 1 else 128, diagonals)
+    call = functools.partial(mosaic.segment_partials, schedule=schedule, scale=0.1)
     assert "mosaic_gpu" in lower(call, *arrays(*shape))
 
 
+@pytest.mark.parametrize("diagonals", DIAGONALS)
 @pytest.mark.parametrize("shape", [*DIMS, *GROUPS])
-def test_triton_segment_attention_lowers(shape):
+def test_triton_segment_attention_lowers(shape, diagonals):
     n_kv_heads, group, head_dim, _ = shape
-    schedule = schedule_for(n_kv_heads, group, head_dim, 64)
-    call = functools.partial(segment_triton.segment_attention, schedule=schedule, scale=0.1)
+    schedule = schedule_for(n_kv_heads, group, head_dim, 64, diagonals)
+    call = functools.partial(segment_triton.segment_partials, schedule=schedule, scale=0.1)
     assert "triton" in lower(call, *arrays(*shape))
 
 

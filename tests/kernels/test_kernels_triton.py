@@ -1,8 +1,8 @@
 """The Pallas Triton kernels, against the specifications."""
 
 import pytest
-from decode_suite import SplitKvDecodeSuite
-from merge_append_suites import AppendSuite
+from decode_suite import LongestFirstSuite, SplitKvDecodeSuite
+from merge_append_suites import AddRmsNormSuite, AppendSuite, RopeAppendSuite, RowMergeSuite
 from segment_suite import SegmentAttentionSuite
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
@@ -25,8 +25,31 @@ class TestSplitKvDecode(SplitKvDecodeSuite):
     slow_interpreter = True
 
 
+class TestLongestFirst(LongestFirstSuite):
+    """``longest_first``, whose order only this kernel follows."""
+
+
+class TestRowMerge(RowMergeSuite):
+    """``merge_row_partials`` in Pallas Triton."""
+
+    implementation = "triton"
+    slow_interpreter = True
+
+
 class TestAppend(AppendSuite):
     """``append_kv`` in Pallas Triton."""
 
     implementation = "triton"
     slow_interpreter = True
+
+
+class TestRopeAppend(RopeAppendSuite):
+    """``rope_append`` in Pallas Triton."""
+
+    implementation = "triton"
+
+
+class TestAddRmsNorm(AddRmsNormSuite):
+    """``add_rms_norm`` in Pallas Triton."""
+
+    implementation = "triton"

@@ -1,7 +1,7 @@
 """The specifications, against float64 NumPy."""
 
 from decode_suite import SplitKvDecodeSuite
-from merge_append_suites import AppendSuite, MergeSuite
+from merge_append_suites import AddRmsNormSuite, AppendSuite, MergeSuite, RopeAppendSuite
 from segment_suite import SegmentAttentionSuite
 
 
@@ -19,3 +19,11 @@ class TestMerge(MergeSuite):
 
 class TestAppend(AppendSuite):
     """``append_kv`` in XLA."""
+
+
+class TestRopeAppend(RopeAppendSuite):
+    """``rope_append`` in XLA."""
+
+
+class TestAddRmsNorm(AddRmsNormSuite):
+    """``add_rms_norm`` in XLA."""

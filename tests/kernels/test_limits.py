@@ -38,7 +38,8 @@ def test_what_fits_is_not_refused():
     [
         ({"schedule": None}, "needs a schedule"),
         ({"slots": jnp.zeros(3, jnp.int32)}, "contiguous slots"),
-        ({"row_positions": jnp.zeros(4, jnp.int32)}, "without a causal mask"),
+        ({"row_positions": jnp.zeros(4, jnp.int32)}, "needs a schedule with diagonals"),
+        ({"schedule": dataclasses.replace(SCHEDULE, causal=True)}, "no row_positions are given"),
         ({"scale": 0.0}, "positive scale, not 0.0"),
         ({"dtype": "float32"}, "not float32 and float32"),
         ({"head_dim": 72}, "multiple of 16 and at most 256, not 72"),
@@ -62,9 +63,12 @@ def test_the_ring_of_tiles_fits_the_shared_memory_of_a_block():
     assert queries + 3 * tile <= 227 * 1024
 
 
-def test_triton_has_no_causal_mask_and_needs_a_schedule():
+def test_triton_needs_a_schedule_with_the_mask_asked_for():
     q, k = (jax.ShapeDtypeStruct((4, 2, 64), jnp.float32) for _ in range(2))
-    masked = triton_refuses(q, k, SCHEDULE, row_positions=jnp.zeros(4)) or ""
-    assert "no causal mask" in masked
+    causal = dataclasses.replace(SCHEDULE, causal=True)
+    rows = jnp.zeros(4)
     assert "needs a schedule" in (triton_refuses(q, k, None, row_positions=None) or "")
+    assert "diagonals" in (triton_refuses(q, k, SCHEDULE, row_positions=rows) or "")
+    assert "no row_positions" in (triton_refuses(q, k, causal, row_positions=None) or "")
     assert triton_refuses(q, k, SCHEDULE, row_positions=None) is None
+    assert triton_refuses(q, k, causal, row_positions=rows) is None

@@ -23,16 +23,19 @@ def build(segments, *, n_workers=7, **more: Any):
     return build_schedule(np.array(segments, np.int32), n_workers=n_workers, **SHAPE | more)
 
 
-def slots_read(schedule, row, head):
+def slots_read(schedule, row, head, group=SHAPE["group"]):
     """Slots that the partials of a row and head cover, in any order, repeats included."""
     slots = []
-    for place in schedule.pieces[row, head, : schedule.counts[row, head]]:
+    for place in schedule.places[row, head, : schedule.counts[row, head]]:
         item, folded = divmod(int(place), schedule.row_tile)
         fields = schedule.items[item]
         assert fields[plan.HEAD] == head
-        assert schedule.tile_rows[fields[plan.TILE], folded // SHAPE["group"]] == row
-        assert folded % SHAPE["group"] == 0
-        slots += range(fields[plan.KV_BEGIN], fields[plan.KV_END])
+        assert fields[plan.ROW] + folded == row * group
+        assert folded + group <= schedule.row_tile
+        end = fields[plan.KV_END]
+        if schedule.causal:
+            end = min(end, row + fields[plan.DIAGONAL] + 1)
+        slots += range(fields[plan.KV_BEGIN], end)
     return slots
 
 
@@ -48,6 +51,39 @@ def test_partials_of_a_row_cover_its_keys_once(n_workers):
         ]
         for head in range(SHAPE["n_kv_heads"]):
             assert sorted(slots_read(schedule, row, head)) == sorted(expected)
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 5, 16, 57])
+def test_row_tiles_of_any_group_start_aligned_and_inside_the_rows_read(group):
+    schedule = build(NESTED, group=group)
+    for row in range(SHAPE["n_rows"]):
+        seen = [slot for slot in slots_read(schedule, row, 1, group) if slot < 1000]
+        assert sorted(seen) == list(range(1000))
+    rows = plan.folded_rows(SHAPE["n_rows"], group, SHAPE["row_tile"])
+    assert rows >= max(SHAPE["n_rows"] * group, SHAPE["row_tile"])
+    for fields in schedule.items[: schedule.worker_starts[-1]]:
+        assert fields[plan.ROW] % 8 == 0
+        assert fields[plan.ROW] + SHAPE["row_tile"] <= rows
+
+
+CAUSAL = [(0, 1000, 0, 20), (1003, 500, 20, 15), (2000, 8, 35, 5)]
+DIAGONALS = [970, 1001, 2100]  # the first row of the second sees no key, the third's see all
+
+
+@pytest.mark.parametrize("n_workers", [1, 7, 132])
+def test_a_causal_row_reads_up_to_its_own_last_slot(n_workers):
+    schedule = build(CAUSAL, n_workers=n_workers, diagonals=np.array(DIAGONALS))
+    for (base, length, first, rows), diagonal in zip(CAUSAL, DIAGONALS, strict=True):
+        for i in range(rows):
+            expected = list(range(base, min(base + length, diagonal + i + 1)))
+            assert sorted(slots_read(schedule, first + i, 0)) == expected
+
+
+def test_key_tiles_that_no_row_sees_are_left_out():
+    schedule = build([(0, 4096, 0, 16)], diagonals=np.array([100]), n_workers=1)
+    items = schedule.items[: schedule.worker_starts[-1]]
+    assert (items[:, plan.STEPS] == 2).all()  # the last row sees slot 115
+    assert (items[:, plan.MASKED] == 1).all()  # every row sees the first 64
 
 
 def test_every_item_has_one_worker():
@@ -82,20 +118,20 @@ def test_capacity_fixes_the_shapes():
         n_rows=40, n_kv_heads=2, group=4, row_tile=64, n_workers=7, max_segments=5
     )
     shapes = {
-        tuple(array.shape for array in (s.tile_rows, s.items, s.worker_starts, s.pieces, s.counts))
+        tuple(array.shape for array in (s.items, s.worker_starts, s.places, s.counts))
         for s in (build(NESTED, capacity=capacity), build([(0, 9, 0, 1)], capacity=capacity))
     }
     assert len(shapes) == 1
 
 
 def test_a_plan_beyond_the_capacity_is_refused():
-    capacity = plan.Capacity(tiles=3, items=99, pieces=9)
+    capacity = plan.Capacity(items=9, pieces=9)
     with pytest.raises(ValueError, match="more than Capacity"):
         build(NESTED, capacity=capacity)
 
 
 def test_few_pieces_are_kept_to():
-    capacity = plan.Capacity(tiles=16, items=64, pieces=3)
+    capacity = plan.Capacity(items=64, pieces=3)
     assert build([(0, 4096, 0, 16)], n_workers=64, capacity=capacity).counts.max() <= 3
 
 

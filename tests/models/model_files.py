@@ -111,6 +111,28 @@ def edit_json(path, **changes):
     path.write_text(json.dumps({key: v for key, v in values.items() if v is not None}))
 
 
+def file_tensors(config, params):
+    """The tensors of a checkpoint file, taken out of the decoder's joined weights one by one."""
+    tensors = {}
+    for name, array in params.items():
+        array = np.asarray(array)
+        layer = ".".join(name.split(".")[:2])
+        kind = name.rsplit(".", 1)[-1]
+        if ".qkv." in name:
+            kv_heads, width = array.shape[:2]
+            heads = [(k, g) for k in range(kv_heads) for g in range(width - 2)]
+            query = [array[k, g] for k, g in heads]
+            key, value = ([array[k, g] for k in range(kv_heads)] for g in (width - 2, width - 1))
+            for part, rows in (("query", query), ("key", key), ("value", value)):
+                tensors[f"{layer}.attention.{part}.{kind}"] = np.concatenate(rows)
+        elif ".gate_up." in name:
+            tensors[f"{layer}.ffn.gate.{kind}"], tensors[f"{layer}.ffn.up.{kind}"] = array
+        else:
+            tensors[name] = array
+    assert tensors.keys() == expected_tensors(config).keys()
+    return tensors
+
+
 def plain_logits(model, tokens, positions=None, rows=None):
     """Logits of a plain forward pass without a cache."""
     tokens = jnp.array(tokens)

@@ -10,13 +10,12 @@ import pytest
 from decoder_reference import forward
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from model_files import LLAMA, cut, plain_logits, weights_for, write_gguf
+from model_files import LLAMA, cut, file_tensors, plain_logits, weights_for, write_gguf
 
 import models
 from models import CheckpointError, RopeScaling
 from models.from_gguf import config_from_gguf, half_rotation_order, smollm2_path
 from models.gguf_file import read_gguf
-from models.weights import named_arrays
 
 TOKENS, POSITIONS = [5, 299, 0, 17, 17, 8], [0, 1, 2, 3, 4, 5]
 
@@ -48,8 +47,9 @@ def test_qwen_file_is_in_half_rotation_order_already(tmp_path, architecture, var
     write_gguf(tmp_path / "m.gguf", config, weights, architecture=architecture)
     loaded = models.load(tmp_path / "m.gguf")
     assert loaded.config == config
-    query = named_arrays(loaded.model.params)["layers.1.attention.query.weight"]
-    np.testing.assert_array_equal(query, weights["layers.1.attention.query.weight"])
+    name = "layers.1.attention.query.weight"
+    query = file_tensors(config, loaded.model.params)[name]
+    np.testing.assert_array_equal(query, weights[name])
 
 
 def test_blocks_are_dequantised_as_scale_times_integer(tmp_path):

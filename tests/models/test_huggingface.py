@@ -12,13 +12,13 @@ from model_files import (
     bfloat16_grid,
     cut,
     edit_json,
+    file_tensors,
     weights_for,
     write_huggingface,
 )
 
 import models
 from models import CheckpointError, RopeScaling
-from models.weights import named_arrays
 
 UNTIED = dataclasses.replace(LLAMA, tied_embeddings=False)
 
@@ -43,7 +43,7 @@ def test_folder_gives_its_config_and_weights(tmp_path, family, variant):
     write_huggingface(tmp_path / "model", config, weights, family=family)
     loaded = models.load(tmp_path / "model")
     assert loaded.config == config
-    arrays = named_arrays(loaded.model.params)
+    arrays = file_tensors(config, loaded.model.params)
     assert arrays.keys() == weights.keys()
     for name, weight in weights.items():
         np.testing.assert_array_equal(arrays[name], weight)
@@ -52,7 +52,7 @@ def test_folder_gives_its_config_and_weights(tmp_path, family, variant):
 def test_shards_are_read_by_their_index(folder):
     # A file that the index does not list is not part of the model.
     safetensors.numpy.save_file({"x": np.ones(3, np.float32)}, folder / "consolidated.safetensors")
-    arrays = named_arrays(models.load(folder).model.params)
+    arrays = file_tensors(LLAMA, models.load(folder).model.params)
     for name, weight in weights_for(LLAMA).items():
         np.testing.assert_array_equal(arrays[name], weight)
 
@@ -60,7 +60,8 @@ def test_shards_are_read_by_their_index(folder):
 def test_weights_come_in_the_dtype_that_was_asked_for(tmp_path):
     weights = bfloat16_grid(weights_for(LLAMA))
     write_huggingface(tmp_path / "model", LLAMA, weights)
-    arrays = named_arrays(models.load(tmp_path / "model", dtype="bfloat16").model.params)
+    loaded = models.load(tmp_path / "model", dtype="bfloat16")
+    arrays = file_tensors(LLAMA, loaded.model.params)
     assert {array.dtype.name for array in arrays.values()} == {"bfloat16"}
     for name, weight in weights.items():
         np.testing.assert_array_equal(np.asarray(arrays[name], np.float32), weight)
@@ -69,7 +70,7 @@ def test_weights_come_in_the_dtype_that_was_asked_for(tmp_path):
 def test_head_that_repeats_a_tied_embedding_is_ignored(tmp_path):
     weights = weights_for(LLAMA)
     write_huggingface(tmp_path / "model", LLAMA, weights | {"head": weights["embedding"]})
-    assert "head" not in named_arrays(models.load(tmp_path / "model").model.params)
+    assert "head" not in models.load(tmp_path / "model").model.params
 
 
 def test_rotary_settings_of_transformers_5_are_understood(folder):

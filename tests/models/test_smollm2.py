@@ -4,12 +4,12 @@ import dataclasses
 
 import numpy as np
 from decoder_reference import forward
-from model_files import plain_logits
+from model_files import file_tensors, plain_logits
 
 from models import as_model, named_config
 from models.from_gguf import smollm2_path
 from models.gguf_file import read_gguf
-from models.weights import assemble, expected_tensors, name_in_file, named_arrays
+from models.weights import assemble, expected_tensors, name_in_file
 
 
 def test_file_has_the_published_config(smollm2):
@@ -34,7 +34,7 @@ def test_first_layers_agree_with_numpy_on_the_rows_as_they_lie_in_the_file(smoll
         name: file.dequantise(name_in_file(name, "gguf")) for name in expected_tensors(config)
     }
     expected = forward(config, weights, ids, range(len(ids)), interleaved=True)
-    loaded = named_arrays(smollm2.model.params)
+    loaded = file_tensors(smollm2.config, smollm2.model.params)
     params = assemble("smollm2", config, loaded.__getitem__, "float32")
     actual = plain_logits(as_model(config, params), ids)
     assert np.max(np.abs(actual - expected)) < 1e-4 * np.max(np.abs(expected))

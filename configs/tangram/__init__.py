@@ -1,0 +1,1 @@
+"""Configs of the Tangram experiments: profiles, budgets, accuracy, kernels and serving."""

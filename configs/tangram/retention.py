@@ -1,0 +1,48 @@
+"""Accuracy of SmolLM2-135M-Instruct from a compressed cache: eight methods at equal bytes.
+
+    python -m experiments.retention --config=configs/tangram/retention.py
+
+TIME on two CPU cores. Expect static budgets within the interval of dynamic ones at every retention, and both
+far above uniform ones from 0.5 down; also with the profile of the other domain. Tests run it
+on a tiny model with random weights.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    config = ConfigDict()
+    config.model = "smollm2-135m"
+    config.dtype = "float32"
+    config.domains = ConfigDict({"prose": "prose", "code": "code"})
+    config.tasks = (
+        "single_needle",
+        "multi_needle",
+        "key_value",
+        "prefix_suffix",
+        "variable_tracking",
+        "perplexity",
+    )
+    config.context_tokens = 640
+    config.scorer = "kvzip"
+    config.sinks = 4
+    config.window = 28
+    config.seed = 0
+    config.profile_samples = 6
+    config.samples = 4
+    config.methods = (
+        "uniform",
+        "dynamic",
+        "static",
+        "static_margin",
+        "static_crossed",
+        "permuted",
+        "protected",
+        "random",
+    )
+    config.retentions = (1.0, 0.75, 0.5, 0.35, 0.25, 0.1)
+    config.page_size = 16
+    # Divides the 90 heads of the model; 4 does not.
+    config.group_size = 3
+    config.out = "out/tangram/retention"
+    return config

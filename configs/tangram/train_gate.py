@@ -1,0 +1,24 @@
+"""Gates that score tokens of SmolLM2-135M-Instruct from hidden states, trained on KVzip scores.
+
+python -m experiments.train_gate --config=configs/tangram/train_gate.py
+"""
+
+from ml_collections import ConfigDict
+
+from configs.tangram import head_profile
+
+
+def get_config() -> ConfigDict:
+    contexts = head_profile.get_config()
+    config = ConfigDict()
+    for name in ("model", "dtype", "domains", "tasks", "context_tokens", "sinks", "window", "seed"):
+        config[name] = contexts[name]
+    config.samples = 5
+    config.test_samples = 3
+    config.epochs = 30
+    config.rate = 2.0
+    config.rank = 16
+    config.gate_sinks = 8
+    config.retention = 0.25
+    config.out = "out/tangram/train_gate"
+    return config

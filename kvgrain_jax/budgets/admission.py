@@ -1,0 +1,295 @@
+"""Admission by exact footprint: which request runs, known to fit before a token of it is computed.
+
+A request is admitted when the pages of all its head groups, those that decoding will fill included,
+are free; they are taken at once and given back at once. Nothing is ever reclaimed while it runs, so
+an admitted request always finishes. Source: Tangram §4.1.2, Equation 1.
+"""
+
+import dataclasses
+import itertools
+from collections import Counter, deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from kvgrain_jax.budgets.budget import BudgetPlan
+from kvgrain_jax.budgets.groups import HeadGroups
+from kvgrain_jax.budgets.ledger import Counts, HeadLedger, Table
+from kvgrain_jax.budgets.turns import Span, SpanPlan, TurnPolicy, pages_of, plan_spans
+from kvgrain_jax.engine.request import Request
+from kvgrain_jax.errors import RequestError
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Holding:
+    """Pages that a request or an idle conversation holds.
+
+    Attributes:
+      table: page table of each group.
+      pages: pages of each group.
+    """
+
+    table: Table
+    pages: Counts
+
+    @property
+    def n_pages(self) -> int:
+        return int(self.pages.sum())
+
+
+@dataclasses.dataclass(eq=False)
+class Conversation:
+    """Requests that continue each other.
+
+    Attributes:
+      plan: budgets of its prompts.
+      spans: everything that was said and is, or was, in the cache.
+      said: the last token of the last answer, which was never fed to the model.
+      cache: pages that hold the spans; None before the first turn and after they were dropped.
+      busy: a turn waits or runs.
+    """
+
+    plan: BudgetPlan
+    spans: list[Span] = dataclasses.field(default_factory=list)
+    said: list[int] = dataclasses.field(default_factory=list)
+    cache: Holding | None = None
+    busy: bool = False
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the conversation so far."""
+        return sum(len(span.tokens) for span in self.spans) + len(self.said)
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+    """A request on its way through the engine.
+
+    Attributes:
+      request: what was asked.
+      plan: budgets of its prompts.
+      prompt: the spans up to its prompt, earlier turns included.
+      conversation: what it continues, if anything.
+      tokens: generated tokens.
+      order: place in the order of admission.
+      plans: what every head holds around each span, ``Sequence.spans`` in that order.
+      span: the span that is computed next, or behind the last.
+      done: tokens of it that are computed.
+      holding: its pages while it runs.
+      decoding: whether everything is computed and the row decodes.
+      first_token: when its first token was on the host, seconds of the run.
+    """
+
+    request: Request
+    plan: BudgetPlan
+    prompt: list[Span]
+    conversation: Conversation | None = None
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    order: int = 0
+    plans: list[SpanPlan] = dataclasses.field(default_factory=list)
+    span: int = 0
+    done: int = 0
+    holding: Holding | None = None
+    decoding: bool = False
+    first_token: float = 0.0
+
+    @property
+    def spans(self) -> list[Span]:
+        """What the cache holds once the row decodes: the prompt, and tokens said before a pause."""
+        answer = np.asarray(self.tokens[:-1], np.int32)
+        return [*self.prompt, Span(answer, False)] if answer.size else list(self.prompt)
+
+    @property
+    def n_context(self) -> int:
+        """Tokens of ``spans``."""
+        return sum(len(span.tokens) for span in self.spans)
+
+    @property
+    def growth(self) -> int:
+        """Tokens that decoding may append: the last one is never fed to the model."""
+        return self.request.max_new_tokens - max(1, len(self.tokens))
+
+    @property
+    def finish_reason(self) -> str | None:
+        """``"stop"`` or ``"length"`` if the last token ended the request, else None."""
+        if self.tokens and self.tokens[-1] in self.request.stop_tokens:
+            return "stop"
+        return "length" if len(self.tokens) >= self.request.max_new_tokens else None
+
+
+class HeadScheduler:
+    """First come, first served; an admitted request can always finish.
+
+    Args:
+      ledger: the pool.
+      groups: the head groups.
+      policy: what turns keep.
+      max_rows: requests that run at once.
+
+    Attributes:
+      waiting: requests that are not yet admitted.
+      rows: the running ones, by row of the batch.
+      conversations: by name, least recently used first.
+    """
+
+    def __init__(
+        self, ledger: HeadLedger, groups: HeadGroups, *, policy: TurnPolicy, max_rows: int
+    ):
+        self.ledger = ledger
+        self.groups = groups
+        self.policy: TurnPolicy = policy
+        self.waiting: deque[Sequence] = deque()
+        self.rows: list[Sequence | None] = [None] * max_rows
+        self.conversations: dict[str, Conversation] = {}
+        self._ids: set[str] = set()
+        self._order = itertools.count()
+
+    @property
+    def running(self) -> list[Sequence]:
+        """The running requests."""
+        return [row for row in self.rows if row]
+
+    def submit(self, sequence: Sequence) -> None:
+        """Put a request at the end of the line.
+
+        Raises:
+          RequestError: its id is in use.
+        """
+        self.check_ids([sequence.request.id])
+        self._ids.add(sequence.request.id)
+        if sequence.conversation:
+            sequence.conversation.busy = True
+        self.waiting.append(sequence)
+
+    def check_ids(self, ids: Iterable[str]) -> None:
+        """Check that requests which are to be submitted have ids of their own.
+
+        Raises:
+          RequestError: an id is in use or given twice.
+        """
+        for name, count in Counter(ids).items():
+            if count > 1:
+                raise RequestError(f"Request {name}: {count} requests have this id.")
+            if name in self._ids:
+                raise RequestError(f"Request {name}: a request with this id is in the engine.")
+
+    def find(self, request_id: str) -> int | None:
+        """Row of a running request; None while it waits.
+
+        Raises:
+          RequestError: there is no such request.
+        """
+        if request_id not in self._ids:
+            raise RequestError(f"There is no request {request_id!r} in the engine.")
+        for index, row in enumerate(self.rows):
+            if row and row.request.id == request_id:
+                return index
+        return None
+
+    def pages(self, sequence: Sequence) -> Counts:
+        """Pages of each group that a request holds while it runs: its footprint."""
+        plans = plan_spans(sequence.spans, sequence.plan, self.policy)
+        return self._pages(sequence, plans, 0)
+
+    def admit(self) -> list[int]:
+        """Move requests from the front of the line into free rows while their pages are free.
+
+        Returns:
+          The rows that requests moved into.
+        """
+        new = []
+        while self.waiting and None in self.rows and self._reserve(self.waiting[0]):
+            index = self.rows.index(None)
+            self.rows[index] = self.waiting.popleft()
+            new.append(index)
+        return new
+
+    def next_prompt(self) -> int | None:
+        """Row of the request, admitted first, whose context is not yet computed."""
+        rows = [i for i, row in enumerate(self.rows) if row and not row.decoding]
+        return min(rows, key=lambda i: self.row(i).order, default=None)
+
+    def row(self, index: int) -> Sequence:
+        """The request in a row that is in use."""
+        row = self.rows[index]
+        assert row is not None, index
+        return row
+
+    def finish(self, index: int) -> None:
+        """A request is done; a conversation keeps its pages, any other gives them back."""
+        row = self.row(index)
+        talk = row.conversation
+        if talk is None:
+            self._release(row)
+        else:
+            talk.spans, talk.said = row.spans, row.tokens[-1:]
+            talk.cache, row.holding = row.holding, None
+        self._leave(index)
+
+    def drop(self, index: int) -> None:
+        """A request ends before its time; its pages go back, its conversation is as before it."""
+        self._release(self.row(index))
+        self._leave(index)
+
+    def preempt(self, index: int) -> None:
+        """A request gives its pages back and waits, first in line, to be computed again."""
+        row = self.row(index)
+        self._release(row)
+        row.decoding, row.plans, row.span, row.done = False, [], 0, 0
+        self.rows[index] = None
+        self.waiting.appendleft(row)
+
+    def withdraw(self, request_id: str) -> None:
+        """Take a waiting request out of the line."""
+        for row in [row for row in self.waiting if row.request.id == request_id]:
+            self.waiting.remove(row)
+            self._forget(row)
+
+    def forget_cache(self, talk: Conversation) -> None:
+        """Give back the pages of an idle conversation; its next turn computes them again."""
+        if talk.cache:
+            self.ledger.release(talk.cache.table, talk.cache.n_pages)
+            talk.cache = None
+
+    def _reserve(self, row: Sequence) -> bool:
+        cache = row.conversation.cache if row.conversation else None
+        start = len(row.conversation.spans) if row.conversation and cache else 0
+        plans = plan_spans(row.spans, row.plan, self.policy)
+        pages = self._pages(row, plans, start)
+        if cache:
+            pages = np.maximum(pages, cache.pages)
+        idle = [t for t in self.conversations.values() if t.cache and t is not row.conversation]
+        need = int(pages.sum()) - (cache.n_pages if cache else 0)
+        if need > self.ledger.free + sum(t.cache.n_pages for t in idle if t.cache):
+            return False
+        while need > self.ledger.free:
+            self.forget_cache(idle.pop(0))
+        table = self.ledger.reserve(
+            pages, held=cache.pages if cache else None, table=cache.table if cache else None
+        )
+        assert table is not None  # counted above
+        row.holding, row.plans, row.span = Holding(table, pages), plans, start
+        row.order = next(self._order)
+        if row.conversation:
+            row.conversation.cache = None
+        return True
+
+    def _pages(self, row: Sequence, plans: list[SpanPlan], start: int) -> Counts:
+        page_size = self.ledger.geometry.page_size
+        return pages_of(self.groups, plans[start:], row.growth, page_size)
+
+    def _release(self, row: Sequence) -> None:
+        if row.holding:
+            self.ledger.release(row.holding.table, row.holding.n_pages)
+            row.holding = None
+
+    def _leave(self, index: int) -> None:
+        self._forget(self.row(index))
+        self.rows[index] = None
+
+    def _forget(self, row: Sequence) -> None:
+        self._ids.remove(row.request.id)
+        for name, talk in list(self.conversations.items()):
+            if talk is row.conversation:
+                talk.busy = False
+                self.conversations[name] = self.conversations.pop(name)  # most recently used

@@ -1,0 +1,428 @@
+"""The engine over head groups: requests in, tokens out, with prompts compressed as they come in.
+
+One ``step`` admits what fits, computes one chunk of one prompt and runs the decode loop for a few
+steps. Pages are taken at admission and given back at the end; nothing moves in between. Source:
+Tangram §4.
+"""
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvgrain_jax.budgets import decode
+from kvgrain_jax.budgets.admission import Conversation, HeadScheduler, Sequence
+from kvgrain_jax.budgets.budget import BudgetPlan
+from kvgrain_jax.budgets.engine_config import HeadEngineConfig
+from kvgrain_jax.budgets.groups import Footprint, HeadGroups
+from kvgrain_jax.budgets.ledger import HeadLedger
+from kvgrain_jax.budgets.prefill import PromptChunk, prefill_chunk
+from kvgrain_jax.budgets.turns import Span
+from kvgrain_jax.engine import batch as batches
+from kvgrain_jax.engine.engine import TokenEvent
+from kvgrain_jax.engine.metrics import RequestMetrics, RunMetrics
+from kvgrain_jax.engine.model import Model
+from kvgrain_jax.engine.request import Request
+from kvgrain_jax.errors import ConfigError, KVGrainError, RequestError
+
+
+class HeadEngine:
+    """Serves requests with one model on one device, each KV head with its own budget of tokens.
+
+    Args:
+      model: the language model.
+      plan: tokens that each head keeps of a prompt.
+      groups: which heads share a page table.
+      config: pool, batch, scorer, policy.
+
+    Attributes:
+      model, plan, groups, config: as given.
+      ledger: the pool.
+      scheduler: waiting and running requests, conversations.
+      metrics: what was measured so far.
+
+    Raises:
+      ConfigError: model, plan, groups and configuration do not fit together.
+    """
+
+    def __init__(
+        self, model: Model, plan: BudgetPlan, groups: HeadGroups, config: HeadEngineConfig
+    ):
+        heads = (model.n_layers, model.n_kv_heads)
+        for name, shape in (
+            ("budgets", plan.demands.shape),
+            ("groups", (groups.n_layers, groups.n_kv_heads)),
+        ):
+            if shape != heads:
+                raise ConfigError(
+                    f"The {name} are of {shape[0]} layers of {shape[1]} KV heads, the model has "
+                    f"{heads[0]} of {heads[1]}; make them for this model."
+                )
+        self.model, self.plan, self.groups, self.config = model, plan, groups, config
+        self.max_context = min(config.max_context or model.max_context, model.max_context)
+        geometry = config.geometry(model, groups)
+        width = -(-self.max_context // geometry.page_size)
+        self.ledger = HeadLedger(geometry, n_groups=groups.n_groups, width=width)
+        self.scheduler = HeadScheduler(
+            self.ledger, groups, policy=config.turns, max_rows=config.max_batch
+        )
+        self._splits = config.splits(plan, groups, self.max_context)
+        self._batch = decode.init(config.max_batch, width, groups)
+        self._start = time.perf_counter()
+        self._begin()
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        request: Request,
+        *,
+        conversation: str | None = None,
+        retention: float | None = None,
+    ) -> None:
+        """Queue a request.
+
+        Args:
+          request: what to generate. In a conversation its prompt is what is new in this turn.
+          conversation: name of the conversation that it continues or begins. Its cache is kept
+            between turns while there is room, and computed again where there was not.
+          retention: share of the prompt to keep, in (0, 1], where it differs from the engine's
+            plan; for a conversation it is given with its first turn.
+
+        Raises:
+          ConfigError: the retention is outside (0, 1].
+          RequestError: it can never be served, its id is in use, or the conversation still waits
+            for an answer; nothing was changed.
+        """
+        sequence = self._sequence(request, conversation, retention)
+        self._check(sequence)
+        self.scheduler.submit(sequence)
+        if conversation is not None and sequence.conversation is not None:
+            self.scheduler.conversations[conversation] = sequence.conversation
+
+    def check(self, request: Request) -> None:
+        """Check that a request without a conversation can be served at all.
+
+        Raises:
+          RequestError: it cannot; the message says why.
+        """
+        self._check(self._sequence(request, None, None))
+
+    def footprint(self, request: Request, *, retention: float | None = None) -> Footprint:
+        """What a request will hold from its admission to its end, to the byte: ``M(r)``.
+
+        ``used_bytes`` counts the budgets and every token that it may generate.
+        """
+        sequence = self._sequence(request, None, retention)
+        pages = int(self.scheduler.pages(sequence).sum())
+        geometry = self.ledger.geometry
+        tokens = sequence.plan.budgets(len(sequence.prompt[-1].tokens)) + sequence.growth
+        item = jnp.dtype(geometry.dtype).itemsize
+        return Footprint(
+            pages, pages * geometry.page_bytes, int(tokens.sum()) * 2 * geometry.head_dim * item
+        )
+
+    def abort(self, request_id: str) -> None:
+        """End a request now, wherever it is; what it held is freed.
+
+        Raises:
+          RequestError: there is no such request.
+        """
+        index = self.scheduler.find(request_id)
+        if index is None:
+            self.scheduler.withdraw(request_id)
+        else:
+            self._batch = decode.deactivate(self._batch, jnp.int32(index))
+            self.scheduler.drop(index)
+
+    def preempt(self, request_id: str) -> None:
+        """Take a running request's pages; it goes on later, first in line, with the same tokens.
+
+        Raises:
+          RequestError: there is no such request, or it does not run.
+        """
+        index = self.scheduler.find(request_id)
+        if index is None:
+            raise RequestError(f"Request {request_id} does not run, so it holds nothing.")
+        self._batch = decode.deactivate(self._batch, jnp.int32(index))
+        self.scheduler.preempt(index)
+
+    def end_conversation(self, name: str) -> None:
+        """Forget a conversation and free its cache.
+
+        Raises:
+          RequestError: there is no such conversation, or it waits for an answer.
+        """
+        self.scheduler.forget_cache(self._idle(name))
+        del self.scheduler.conversations[name]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is waiting or running."""
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    @property
+    def now(self) -> float:
+        """Seconds since the start of the run."""
+        return time.perf_counter() - self._start
+
+    def check_integrity(self) -> None:
+        """Check that every page has one owner; reads device state, so it is slow.
+
+        Raises:
+          PoolCorrupted: one has none or two.
+        """
+        holdings = [row.holding for row in self.scheduler.running]
+        holdings += [talk.cache for talk in self.scheduler.conversations.values()]
+        self.ledger.check_integrity([holding.table for holding in holdings if holding])
+
+    # -- the run ---------------------------------------------------------------------------------
+
+    def run(
+        self,
+        requests: Iterable[Request],
+        on_event: Callable[[TokenEvent], None] | None = None,
+    ) -> RunMetrics:
+        """Serve requests as they arrive, by the wall clock, until all are done.
+
+        Args:
+          requests: in any order; each is submitted ``arrival`` seconds after this call.
+          on_event: called for every group of new tokens (streaming).
+
+        Returns:
+          The metrics of this run, also in ``self.metrics`` while it goes on.
+
+        Raises:
+          RequestError: a request can never be served, or an id is in use or given twice; no
+            request was started.
+        """
+        pending = deque(sorted(requests, key=lambda request: request.arrival))
+        for request in pending:
+            self.check(request)
+        self.scheduler.check_ids(request.id for request in pending)
+        self._begin()
+        while pending or self.has_work:
+            while pending and pending[0].arrival <= self.now:
+                self.submit(pending.popleft())
+            if not self.has_work:
+                time.sleep(max(0.0, pending[0].arrival - self.now))
+                continue
+            for event in self.step():
+                if on_event:
+                    on_event(event)
+        return self.metrics
+
+    def step(self) -> list[TokenEvent]:
+        """Admit, compute one chunk of a prompt, decode a few tokens of every active row.
+
+        Raises:
+          KVGrainError: scores of a request are not numbers; that request has ended, its pages are
+            free, the others go on.
+        """
+        self.scheduler.admit()
+        return [*self._prefill(), *self._decode()]
+
+    def _prefill(self) -> Iterator[TokenEvent]:
+        index = self.scheduler.next_prompt()
+        if index is None:
+            return
+        row = self.scheduler.row(index)
+        token, finite = self._compute_chunk(row)
+        self._finite.setdefault(row.request.id, []).append(finite)
+        if row.span < len(row.plans):
+            return
+        if not all(bool(flag) for flag in self._finite.pop(row.request.id)):
+            self.scheduler.drop(index)
+            raise KVGrainError(
+                f"Request {row.request.id}: scores of its tokens are NaN, so none could be chosen; "
+                "its keys, queries or weights are not finite."
+            )
+        self._after_context(row)
+        row.decoding = True
+        if row.tokens:  # it was pre-empted: what follows its context is known
+            self._activate(index)
+            return
+        row.first_token = self.now
+        row.tokens = [int(token[0])]
+        yield from self._give(index, row.tokens)
+        if not row.finish_reason:
+            self._activate(index)
+
+    def _compute_chunk(self, row: Sequence) -> tuple[jax.Array, jax.Array]:
+        """Compute the next chunk of a request's context; its row moves on."""
+        assert row.holding is not None
+        span, plan = row.spans[row.span], row.plans[row.span]
+        n = min(self.config.chunk_tokens, plan.n_tokens - row.done)
+        size = next(size for size in self.config.chunk_buckets if size >= n)
+        tokens = np.zeros(size, np.int32)
+        tokens[:n] = span.tokens[row.done : row.done + n]
+        floors = self.config.floors
+        before, after = plan.held(row.done, floors), plan.held(row.done + n, floors)
+        self.ledger.kv, token, finite = prefill_chunk(
+            self.model.params,
+            self.ledger.kv,
+            row.holding.table,
+            self._by_group(before),
+            self._by_group(after),
+            PromptChunk(
+                tokens=jnp.asarray(tokens),
+                first=jnp.int32(plan.first + row.done),
+                n_tokens=jnp.int32(n),
+                keep_before=jnp.int32(plan.keep_before),
+                window=jnp.int32(plan.window),
+            ),
+            self._row_of(row),
+            step=self.model.step,
+            groups=self.groups,
+            scorer=self.config.scorer,
+            page_size=self.config.page_size,
+            selects=plan.selects,
+            shrinks=plan.shrinks,
+            max_context=self.max_context,
+        )
+        row.done += n
+        if row.done == plan.n_tokens:
+            row.span, row.done = row.span + 1, 0
+        return token, finite
+
+    def _after_context(self, row: Sequence) -> None:
+        """Called when a request's context is computed, before it decodes."""
+
+    def _decode(self) -> Iterator[TokenEvent]:
+        rows = [i for i, row in enumerate(self.scheduler.rows) if row and row.decoding]
+        if not rows:
+            return
+        n_rows = next(size for size in self.config.batch_buckets if size > rows[-1])
+        busy = len(rows) < len(self.scheduler.running)
+        n_steps = self.config.prefill_decode_steps if busy else self.config.decode_steps
+        quota = 1 if self.scheduler.waiting else n_rows
+        self.ledger.kv, self._batch, trace = decode.decode_loop(
+            self.model.params,
+            self.ledger.kv,
+            self._batch,
+            jnp.int32(n_steps),
+            jnp.int32(quota),
+            step=self.model.step,
+            n_rows=n_rows,
+            max_steps=self.config.decode_steps,
+            groups=self.groups,
+            splits=self._splits,
+            scorer=self.config.scorer,
+            page_size=self.config.page_size,
+        )
+        tokens = np.asarray(trace.tokens)[: int(trace.n_steps)]
+        for index in rows:
+            new = [int(token) for token in tokens[:, index] if token >= 0]
+            if new:
+                self.scheduler.row(index).tokens += new
+                yield from self._give(index, new)
+
+    # -- rows ------------------------------------------------------------------------------------
+
+    def _activate(self, index: int) -> None:
+        """A row whose context is computed decodes from now on."""
+        row = self.scheduler.row(index)
+        assert row.holding is not None
+        state = dataclasses.replace(
+            self._row_of(row),
+            tokens=jnp.asarray(row.tokens[-1:], jnp.int32),
+            lengths=jnp.asarray([row.n_context], jnp.int32),
+            active=jnp.ones(1, bool),
+            remaining=jnp.asarray([row.request.max_new_tokens - len(row.tokens)], jnp.int32),
+            n_generated=jnp.asarray([len(row.tokens)], jnp.int32),
+        )
+        lengths = self._by_group(row.plans[-1].after)
+        new = decode.HeadBatch(state, row.holding.table[None], lengths[None])
+        self._batch = decode.set_row(self._batch, jnp.int32(index), new)
+
+    def _row_of(self, row: Sequence) -> batches.Batch:
+        """Sampling parameters of a request, a batch of one."""
+        entry = (0, row.request, np.zeros(0, np.int32))
+        return batches.rows_of([entry], n_rows=1, n_pages=1, capacity=1)[1]
+
+    def _by_group(self, values: np.ndarray) -> jax.Array:
+        return jnp.asarray(self.groups.by_group(values), jnp.int32)
+
+    def _give(self, index: int, new: list[int]) -> Iterator[TokenEvent]:
+        """Hand out new tokens of a row; a finished one leaves the batch."""
+        row = self.scheduler.row(index)
+        reason = row.finish_reason
+        if reason is not None:
+            self.metrics.requests.append(
+                RequestMetrics(
+                    id=row.request.id,
+                    arrival=row.request.arrival,
+                    first_token=row.first_token,
+                    finish=self.now,
+                    prompt_tokens=len(row.request.prompt),
+                    cached_tokens=0,
+                    tokens=tuple(row.tokens),
+                    reason=reason,
+                )
+            )
+            self.scheduler.finish(index)
+        yield TokenEvent(row.request.id, tuple(new), reason is not None, reason)
+
+    # -- checks ----------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        bytes_per_token = 2 * self.plan.demands.size * self.model.head_dim
+        bytes_per_token *= jnp.dtype(self.config.kv_dtype).itemsize
+        self.metrics = RunMetrics(kv_bytes_per_token=bytes_per_token)
+        self._start = time.perf_counter()
+        self._finite: dict[str, list[jax.Array]] = {}
+
+    def _sequence(
+        self, request: Request, conversation: str | None, retention: float | None
+    ) -> Sequence:
+        plan = self.plan
+        if retention is not None:
+            plan = dataclasses.replace(plan, retention=retention)
+        prompt = np.asarray(request.prompt)
+        if conversation is None:
+            return Sequence(request, plan, [Span(prompt, True)])
+        talk = Conversation(plan)
+        if conversation in self.scheduler.conversations:
+            talk = self._idle(conversation)
+            if retention not in (None, talk.plan.retention):
+                raise RequestError(
+                    f"Conversation {conversation} keeps {talk.plan.retention} of its tokens since "
+                    f"its first turn; {retention} is too late."
+                )
+        turn = Span(np.concatenate([np.asarray(talk.said, np.int32), prompt]), True)
+        return Sequence(request, talk.plan, [*talk.spans, turn], talk)
+
+    def _idle(self, name: str) -> Conversation:
+        talk = self.scheduler.conversations.get(name)
+        if talk is None:
+            raise RequestError(f"There is no conversation {name!r} in the engine.")
+        if talk.busy:
+            raise RequestError(f"Conversation {name} still waits for an answer.")
+        return talk
+
+    def _check(self, sequence: Sequence) -> None:
+        request = sequence.request
+        name, prompt = f"Request {request.id}", np.asarray(request.prompt)
+        if int(prompt.max()) >= self.model.vocabulary:
+            raise RequestError(
+                f"{name}: token id {prompt.max()} is outside the vocabulary of "
+                f"{self.model.vocabulary}."
+            )
+        total = sequence.n_context + request.max_new_tokens
+        if total > self.max_context:
+            raise RequestError(
+                f"{name}: {sequence.n_context} tokens of context and {request.max_new_tokens} new "
+                f"ones are {total}, more than the context of {self.max_context}."
+            )
+        pages, geometry = int(self.scheduler.pages(sequence).sum()), self.ledger.geometry
+        if pages > geometry.n_pages - geometry.n_hot_pages:
+            raise RequestError(
+                f"{name}: its footprint is {pages} pages, the pool has "
+                f"{geometry.n_pages - geometry.n_hot_pages}; make the pool larger, the retention "
+                "smaller or the request shorter."
+            )
+        batches.check_request(request)
