@@ -3,8 +3,8 @@
     python -m experiments.decode_grid --config=configs/decode_grid.py
     python -m experiments.decode_grid --config=configs/decode_grid.py:NAME
 
-One H200, bfloat16, random weights. NAME is `headline` (the default), `small`, `regression` (every
-backend in every cell of a grid), `qwen14b`, `qwen14b_tp2` (two GPUs) or `smoke` (a CPU, seconds). The
+One H200, bfloat16, random weights. NAME is `headline` (the default), `small`, `end_to_end`,
+`regression` (every backend in every cell of a grid), `qwen14b`, `qwen14b_tp2` (two GPUs) or `smoke` (a CPU, seconds). The
 peer's figures are vLLM 0.23.0 on the same kind of GPU (FlashAttention 3, CUDA graphs, prefix caching; the
 slope between 16 and 144 output tokens), at the same suffix of 128 tokens.
 """
@@ -39,10 +39,18 @@ def get_config(name: str = "headline") -> ConfigDict:
     config.tp = 1
     config.backends = ("auto",)
     config.suffix_tokens = 128
-    config.steps = 32
-    config.turns = 3
+    config.steps = 64  # two turns: the tokens 16 to 144, as the peer was timed
+    config.turns = 2
+    config.end_to_end_tokens = 0
+    config.profile_steps = 0
     config.engine = ConfigDict(
-        {"chunk_tokens": 4096, "chunk_requests": 32, "max_slabs": 16, "max_segments": 16}
+        {
+            "chunk_tokens": 4096,
+            "chunk_requests": 32,
+            "max_slabs": 16,
+            "max_segments": 16,
+            "greedy": True,
+        }
     )
     config.ceilings = True
     config.peers = ConfigDict(VLLM_LLAMA)
@@ -65,10 +73,17 @@ def get_config(name: str = "headline") -> ConfigDict:
             ((16384,), 32),
             ((8192,), 128),
         )
+    elif name == "end_to_end":
+        config.cells = (((16384,), 256),)
+        config.engine.backend = "dense"
+        config.backends = ("dense",)
+        config.end_to_end_tokens = 144
+        config.profile_steps = 32
     elif name == "regression":
         config.cells = tuple(((p,), b) for b in (1, 8, 32, 128, 256, 512) for p in LADDER)
         config.backends = ("auto", "dense", "cascade", "paged")
         config.steps = 8
+        config.turns = 3
     elif name in ("qwen14b", "qwen14b_tp2"):
         config.model = "random:qwen2.5-14b"
         config.cells = (((16384,), 256), ((8192,), 256))
@@ -82,6 +97,8 @@ def get_config(name: str = "headline") -> ConfigDict:
         config.suffix_tokens = 8
         config.steps = 2
         config.turns = 2
+        config.end_to_end_tokens = 4
+        config.profile_steps = 2
         config.ceilings = False
         config.engine = ConfigDict(
             {

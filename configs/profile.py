@@ -17,7 +17,13 @@ def get_config(name: str = "llama8b") -> ConfigDict:
     config.suffix_tokens = 128
     config.steps = 8
     config.engine = ConfigDict(
-        {"chunk_tokens": 4096, "chunk_requests": 32, "max_slabs": 16, "max_segments": 16}
+        {
+            "chunk_tokens": 4096,
+            "chunk_requests": 32,
+            "max_slabs": 16,
+            "max_segments": 16,
+            "greedy": True,
+        }
     )
     config.out = f"out/profile/{name}"
     if name == "smoke":

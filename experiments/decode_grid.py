@@ -4,7 +4,7 @@
 
 In each cell a batch of rows is served until all of them decode: its prefixes are cached, each row has a
 suffix of its own. Then the backends take turns over the same running batch, each turn one call of the
-decode loop, and a backend's figure is the median of its turns. Beside it stands the roofline of the
+decode loop, and a backend's figure is the mean of its turns: the rows grow meanwhile. Beside it stands the roofline of the
 step: weights, matmuls, prefix and suffix at the rates that the same run reached.
 
 Fields of a config:
@@ -16,6 +16,9 @@ Fields of a config:
   suffix_tokens           tokens of each row behind the prefix when the clock starts.
   steps                   decode steps of one turn.
   turns                   turns of each backend.
+  end_to_end_tokens       output tokens of a burst of each cell's requests, served from the cached
+                          prefix and timed as a whole; 0 for none.
+  profile_steps           decode steps to record with the profiler in each cell; 0 for none.
   engine                  fields of ``EngineConfig``; pools and batch follow from the cells.
   ceilings                whether to measure the device's rates and print rooflines.
   peers                   milliseconds of another system, by cell as it is printed.
@@ -24,6 +27,8 @@ Fields of a config:
 
 import dataclasses
 import itertools
+import os
+import pathlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -46,9 +51,12 @@ from kvgrain_jax.engine import Model
 from kvgrain_jax.errors import ConfigError
 
 SIZES = ("tp", "suffix_tokens", "steps", "turns")
-FIELDS = ("model", "dtype", "cells", "backends", *SIZES, "engine", "ceilings", "peers", "out")
+FIELDS = (
+    *("model", "dtype", "cells", "backends", *SIZES, "end_to_end_tokens", "profile_steps"),
+    *("engine", "ceilings", "peers", "out"),
+)
 SLAB_ALIGN = 128
-WARM_STEPS = 2
+WARM_STEPS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +186,7 @@ def decode_grid(
     """Runs a config.
 
     Returns:
-      One row for each cell and backend: ``step_ms`` (median), ``step_ms_min``, ``step_ms_max``,
+      One row for each cell and backend: ``step_ms`` (mean), ``step_ms_min``, ``step_ms_max``,
       ``ran`` (the backends that the steps took), ``reason`` of the last of them, ``best`` whether no
       single backend was faster, ``roofline_ms`` and its parts, ``peer_ms``.
 
@@ -195,6 +203,7 @@ def decode_grid(
     folder = report.check_out_folder(config["out"])
     turns, steps, backends = config["turns"], config["steps"], config["backends"]
     new_tokens = steps * turns * len(backends) + WARM_STEPS * len(backends) + 64
+    new_tokens += 2 * config["profile_steps"]
     begin = time.perf_counter()
     with console.status(f"loading {config['model']}"):
         engine = make_engine(config, cells, new_tokens=new_tokens)
@@ -212,8 +221,16 @@ def decode_grid(
             begin = time.perf_counter()
             fill(engine, cell, suffix_tokens=config["suffix_tokens"], new_tokens=new_tokens)
             filled_s = time.perf_counter() - begin
+            first_token_s = _since_start()
             found = time_cell(engine, backends, steps=steps, turns=turns)
+            extra: dict[str, Any] = {"first_token_s": first_token_s}
+            if config["profile_steps"]:
+                extra |= _profile(engine, config["profile_steps"], backends[0])
             empty(engine)
+            if config["end_to_end_tokens"]:
+                extra |= end_to_end(
+                    engine, cell, config["suffix_tokens"], config["end_to_end_tokens"]
+                )
             fastest = min(
                 times["step_ms"]
                 for name, times in found.items()
@@ -229,6 +246,7 @@ def decode_grid(
                     "ratio_to_best": fastest / times["step_ms"],
                     "peer_ms": dict(config["peers"]).get(str(cell)),
                     "filled_s": filled_s,
+                    **extra,
                 }
                 if ceilings:
                     row |= roofline(
@@ -250,6 +268,41 @@ def decode_grid(
     picture = decode_grid_picture.draw(rows, folder / "decode_grid.png", config["model"])
     console.print(f"Written: {path}, {picture}")
     return rows
+
+
+def end_to_end(engine: Engine, cell: Cell, suffix_tokens: int, tokens: int) -> dict[str, float]:
+    """A burst of a cell's requests, its prefixes cached: prefill of the suffixes and decoding."""
+    vocabulary = engine.model.vocabulary
+    requests = []
+    for i in range(cell.batch):
+        length = cell.prefixes[i % len(cell.prefixes)] if cell.prefixes else 0
+        suffix = _text(10**6 + next(_names), vocabulary, suffix_tokens)
+        prompt = np.concatenate([_text(length, vocabulary, length), suffix])
+        requests.append(Request(f"burst {next(_names)}", prompt, tokens, shared_tokens=length))
+    summary = engine.run(requests).summary()
+    return {
+        "end_to_end_tok_s": summary["output_tokens_per_s"],
+        "end_to_end_s": summary["duration_s"],
+        "ttft_p50_s": summary["ttft_p50_s"],
+        "tpot_p50_s": summary["tpot_p50_s"],
+    }
+
+
+def _profile(engine: Engine, n_steps: int, backend: str) -> dict[str, Any]:
+    from experiments import profile  # which builds on this module
+
+    found = profile.profile_loop(engine, n_steps, named(backend))
+    return {"profile": profile.per_step(found, n_steps), "waits": found.waits}
+
+
+def _since_start() -> float | None:
+    """Seconds since this process was started, where the system tells."""
+    try:
+        ticks = int(pathlib.Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+        up = float(pathlib.Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+    return up - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def time_cell(
@@ -278,7 +331,7 @@ def time_cell(
             reasons[name] = taken[-1].reason
     return {
         name: {
-            "step_ms": float(np.median(values)),
+            "step_ms": float(np.mean(values)),
             "step_ms_min": min(values),
             "step_ms_max": max(values),
             "ran": sorted(ran[name]),

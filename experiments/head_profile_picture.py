@@ -34,7 +34,8 @@ def draw_profile(path: pathlib.Path, title: str, profile: HeadProfile) -> None:
         _boxes(axis, profile, int(layer))
         if index == 0:
             axis.set_ylabel("retained, % of unprotected")
-            axis.legend(fontsize=8, frameon=False, loc="upper left", ncols=2)
+            handles, labels = axis.get_legend_handles_labels()
+            figure.legend(handles, labels, loc="upper right", frameon=False, ncols=len(labels))
     figure.savefig(path, dpi=150)
 
 
@@ -52,20 +53,20 @@ def _boxes(axis: Axes, profile: HeadProfile, layer: int) -> None:
     width = 0.8 / len(names)
     for index, name in enumerate(names):
         colour = COLOURS[index % len(COLOURS)]
-        boxes = axis.boxplot(
+        axis.boxplot(
             100 * profile.of_domain(name).fractions[:, layer],
             positions=np.arange(profile.n_kv_heads) + (index - (len(names) - 1) / 2) * width,
             widths=0.85 * width,
             patch_artist=True,
-            flierprops={"markersize": 2},
+            flierprops={"markersize": 2, "markeredgecolor": colour},
             medianprops={"color": "black"},
+            boxprops={"facecolor": colour, "edgecolor": colour},
+            whiskerprops={"color": colour},
+            capprops={"color": colour},
         )
-        for box in boxes["boxes"]:
-            box.set_facecolor(colour)
-            box.set_alpha(0.8)
-        axis.bar(0, 0, color=colour, alpha=0.8, label=name)
+        axis.bar(0, 0, color=colour, label=name)
     axis.set_xticks(range(profile.n_kv_heads), [str(i) for i in range(profile.n_kv_heads)])
-    axis.set_ylim(0, 100)
+    axis.set_ylim(-3, 103)
     axis.set_xlabel("KV head")
     axis.set_title(f"Layer {layer}", fontsize=11, loc="left")
     axis.spines[["top", "right"]].set_visible(False)

@@ -36,6 +36,7 @@ from experiments.serve import make_console
 from kvgrain_jax.engine import Engine, EngineConfig, Model
 from kvgrain_jax.errors import ConfigError
 
+WAITS = 24
 LAUNCH_GAP = 5e3  # nanoseconds
 KINDS = ("attention", "matmul", "other", "collectives")
 
@@ -75,6 +76,7 @@ class Shares:
         in line.
       names: of each kernel, longest first.
       count: events of one device.
+      waits: the longest gaps, as ``(before, after, milliseconds)``.
     """
 
     kinds: dict[str, float]
@@ -82,6 +84,7 @@ class Shares:
     launch: float
     names: dict[str, float]
     count: float
+    waits: list[tuple[str, str, float]]
 
     @property
     def total(self) -> float:
@@ -104,11 +107,15 @@ def add_up(events: Iterable[Event]) -> Shares:
     names: dict[str, float] = defaultdict(float)
     idle, launch, count, devices = 0.0, 0.0, 0, set()
     reached: dict[int, float] = {}
+    gaps: list[tuple[str, str, float]] = []
+    before = ""
     for event in sorted(events, key=lambda event: (event.device, event.begin, event.end)):
         devices.add(event.device)
         begin = max(event.begin, reached.get(event.device, event.begin))
         gap = begin - reached.get(event.device, begin)
         idle += gap
+        gaps.append((before, event.name, gap * 1e-6))
+        before = event.name
         launch += gap if gap < LAUNCH_GAP else 0.0
         count += 1
         if event.end > begin:
@@ -122,6 +129,7 @@ def add_up(events: Iterable[Event]) -> Shares:
         launch * scale,
         {name: ns * scale for name, ns in sorted(names.items(), key=lambda item: -item[1])},
         count / max(1, len(devices)),
+        sorted(gaps, key=lambda gap: -gap[2])[:WAITS],
     )
 
 
@@ -166,7 +174,27 @@ def _cpu_events(data) -> Iterable[Event]:
 def profile_loop(engine: Engine, n_steps: int, backend: str | None = None) -> Shares:
     """Shares of one call of the decode loop over the rows that an engine decodes."""
     engine.decode(n_steps, backend)  # compiled, and warm
-    return add_up(record(lambda: engine.decode(n_steps, backend)))
+    return add_up(inside_loop(record(lambda: engine.decode(n_steps, backend))))
+
+
+def inside_loop(events: Iterable[Event]) -> list[Event]:
+    """The events from the first attention or matmul of each device to its last.
+
+    What lies outside belongs to the call of the loop, not to its steps.
+    """
+    events = list(events)
+    ends: dict[int, tuple[float, float]] = {}
+    for event in events:
+        if kind_of(event.name) in ("attention", "matmul"):
+            first, last = ends.get(event.device, (event.begin, event.end))
+            ends[event.device] = min(first, event.begin), max(last, event.end)
+    if not ends:
+        return events
+    return [
+        event
+        for event in events
+        if ends[event.device][0] <= event.begin and event.end <= ends[event.device][1]
+    ]
 
 
 def shares(
@@ -247,6 +275,7 @@ def profile(
                     "beta": step["collectives_ms"] / step["step_ms"],
                     "gamma": (step["matmul_ms"] + step["other_ms"]) / step["step_ms"],
                     "idle": step["idle_ms"] / step["step_ms"],
+                    "waits": found.waits,
                     "kernels": {name: ms / config["steps"] for name, ms in longest},
                 }
             )

@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import rich.console
 from absl import flags
 from ml_collections import config_flags
@@ -47,7 +48,7 @@ from experiments.retention_picture import draw_retention
 from experiments.retention_statistics import FULL, Answer, compare, summarise
 from experiments.retention_tasks import TASKS, Sample, Text, make_sample
 from experiments.serve import make_console
-from kvgrain_jax.budgets import HeadProfile
+from kvgrain_jax.budgets import HeadProfile, make_groups
 from kvgrain_jax.budgets.profile import check_retention
 from kvgrain_jax.errors import ConfigError
 
@@ -88,6 +89,8 @@ def retention(
         loaded = load_with_tokenizer(config)
         assert loaded.tokenizer is not None
         texts = read_texts(config, loaded.tokenizer)
+    # A group size that does not divide the heads is found out now.
+    make_groups(np.ones((loaded.model.n_layers, loaded.model.n_kv_heads)), config["group_size"])
     with console.status("profiling") as status:
         profiles = _profiles(loaded, texts, config, status)
     answers: list[Answer] = []

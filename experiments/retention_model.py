@@ -127,7 +127,7 @@ def answer_questions(
       and whether each of them was the most likely one.
     """
     chances, best = _answer(model.step, model.params, context, keep, questions)
-    owner = questions.question[questions.answered]
+    owner = np.asarray(questions.question)[questions.answered]
     of_question = (owner[:, None] == np.unique(owner)).astype(np.float64)
     of_question /= of_question.sum(axis=0)
     right = np.asarray(best, np.float64) @ of_question
@@ -141,7 +141,7 @@ def _read(step: Callable[..., Any], params: Any, tokens: Int[Array, "T"]) -> Con
 
     def attend(cache, layer, q, k, v):
         del layer
-        return plain_attention(q, k, v, causal[None]), (*cache, (q[-OBSERVED:], k, v))
+        return _attention(q, k, v, causal[None]), (*cache, (q[-OBSERVED:], k, v))
 
     _, layers = step(params, tokens, positions, (), attend, jnp.zeros(1, jnp.int32))
     return Context(*(tuple(arrays) for arrays in zip(*layers, strict=True)))
@@ -159,7 +159,7 @@ def _repeat(
         keys = jnp.concatenate([context.k[layer], k])
         values = jnp.concatenate([context.v[layer], v])
         score = scorers.kvzip(q, keys, q_positions=positions[n_tokens:], k_positions=positions)
-        return plain_attention(q, keys, values, causal[None]), (*found, score[:, :n_tokens])
+        return _attention(q, keys, values, causal[None]), (*found, score[:, :n_tokens])
 
     _, found = step(params, repetition, positions[n_tokens:], (), attend, jnp.zeros(1, jnp.int32))
     return jnp.stack(found)
@@ -210,7 +210,7 @@ def _answer(
             )
             keys = jnp.concatenate([context.k[layer], k])
             values = jnp.concatenate([context.v[layer], v])
-            return plain_attention(q, keys, values, seen), cache
+            return _attention(q, keys, values, seen), cache
 
         logits, _ = step(params, questions.tokens, positions, (), attend, questions.answered)
         chances = jax.nn.log_softmax(logits, axis=-1)
@@ -220,7 +220,7 @@ def _answer(
     return jax.vmap(answer)(keep)
 
 
-def plain_attention(
+def _attention(
     q: Float[Array, "Q H D"],
     k: Float[Array, "T K D"],
     v: Float[Array, "T K D"],

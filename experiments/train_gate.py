@@ -26,7 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 import rich.console
 from absl import flags
-from flax import nnx
 from jaxtyping import Array, Float, Int
 from matplotlib.figure import Figure
 from ml_collections import config_flags
@@ -40,14 +39,14 @@ from experiments.head_profile import (
     read_texts,
     score_sample,
 )
-from experiments.retention_model import Context, plain_attention, score_context
+from experiments.retention_model import Context, score_context
 from experiments.retention_tasks import Text, make_sample
 from experiments.serve import make_console
 from kvgrain_jax.budgets.gates import Gate, gate_scores, init_gate, train_step
 from kvgrain_jax.budgets.profile import check_retention
 from kvgrain_jax.budgets.scores import global_top_k_mask
 from kvgrain_jax.errors import ConfigError
-from models.decoder import Decoder, RMSNorm
+from models.decoder import Attention, bind
 
 FIELDS = (
     *("model", "dtype", "domains", "tasks", "context_tokens", "samples", "test_samples", "epochs"),
@@ -121,42 +120,32 @@ def train_gate(
     return rows
 
 
-class _RecordingNorm(RMSNorm):
-    """A norm that tells what comes out of it."""
+class _RecordingAttention(Attention):
+    """Attention that tells what it is given."""
 
-    def __init__(self, norm: RMSNorm, record: Callable[[Array], None]) -> None:
-        self.norm = norm
+    def __init__(self, attention: Attention, record: Callable[[Array], None]) -> None:
+        self.attention = attention
         self.record = record
 
-    def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
-        out = self.norm(x)
-        self.record(out)
-        return out
+    def __call__(
+        self, x: Float[Array, "T d_model"], rotation: Any, cache: Any, attend: Any, layer: int
+    ) -> tuple[Float[Array, "T d_model"], Any]:
+        self.record(x)
+        return self.attention(x, rotation, cache, attend, layer)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def hidden_states(
-    loaded: models.LoadedModel, tokens: Int[Array, "T"]
+    config: models.ModelConfig, params: Any, tokens: Int[Array, "T"]
 ) -> Float[Array, "L T d_model"]:
     """What the attention of each layer is given: the residual stream after its norm."""
-    make = functools.partial(Decoder, loaded.config, dtype=jnp.float32, rngs=nnx.Rngs(0))
-    graph, _ = nnx.split(nnx.eval_shape(make))
-
-    def run(params: Any, tokens: Int[Array, "T"]) -> Float[Array, "L T d_model"]:
-        decoder = nnx.merge(graph, params)
-        found: list[Array] = []
-        for layer in decoder.layers:
-            layer.attention_norm = _RecordingNorm(layer.attention_norm, found.append)
-        positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-        causal = (positions[None, :] <= positions[:, None])[None]
-
-        def attend(cache, layer, q, k, v):
-            del layer
-            return plain_attention(q, k, v, causal), cache
-
-        decoder(tokens, positions, None, attend, jnp.zeros(1, jnp.int32))
-        return jnp.stack(found)
-
-    return jax.jit(run)(loaded.model.params, tokens)
+    decoder = bind(config, params)
+    found: list[Array] = []
+    for layer in decoder.layers:
+        layer.attention = _RecordingAttention(layer.attention, found.append)
+    positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    decoder(tokens, positions, None, models.plain_attend, jnp.zeros(1, jnp.int32))
+    return jnp.stack(found)
 
 
 def _check(config: Mapping[str, Any]) -> None:
@@ -191,7 +180,8 @@ def _examples(
                 half=half,
             )
             context, scores = score_sample(loaded, sample, "kvzip", config["seed"])
-            hidden = hidden_states(loaded, jnp.asarray(sample.context, jnp.int32))
+            tokens = jnp.asarray(sample.context, jnp.int32)
+            hidden = hidden_states(loaded.config, loaded.model.params, tokens)
             yield Example(context, hidden, scores)
 
 

@@ -16,9 +16,11 @@ from kvgrain_jax.attention.decode import BACKENDS
 from kvgrain_jax.attention.plan import Segment
 from kvgrain_jax.errors import ConfigError
 
-# Threshold of the `meff` rule, by a part of the device's name. The A100's is the paper's (B.4b). On a
-# CPU the wide tiles of the XLA specification are the faster ones at every batch size.
-M_SAT = {"A100": 1024, "cpu": 1}
+# Threshold of the `meff` rule, by a part of the device's name. The A100's is the paper's (B.4b). The
+# H200's was measured for prefixes of 8K tokens and more (results/h200/dispatch_fit); shorter ones
+# cross later, where the backends differ by a microsecond or two. On a CPU the wide tiles of the XLA
+# specification are the faster ones at every batch size.
+M_SAT = {"A100": 1024, "H200": 128, "cpu": 1}
 M_SAT_UNKNOWN = 1024
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from kvgrain_jax.budgets.budget import BudgetPlan
 from kvgrain_jax.budgets.groups import HeadGroups
 from kvgrain_jax.budgets.ledger import Counts, HeadLedger, Table
+from kvgrain_jax.budgets.shared import SharedPrefix
 from kvgrain_jax.budgets.turns import Span, SpanPlan, TurnPolicy, pages_of, plan_spans
 from kvgrain_jax.engine.request import Request
 from kvgrain_jax.errors import RequestError
@@ -70,6 +71,8 @@ class Sequence:
       plan: budgets of its prompts.
       prompt: the spans up to its prompt, earlier turns included.
       conversation: what it continues, if anything.
+      prefix: the shared prefix in front of ``prompt``, if any.
+      fills: the prefix whose slab this sequence computes, if it does.
       tokens: generated tokens.
       order: place in the order of admission.
       plans: what every head holds around each span, ``Sequence.spans`` in that order.
@@ -84,6 +87,8 @@ class Sequence:
     plan: BudgetPlan
     prompt: list[Span]
     conversation: Conversation | None = None
+    prefix: SharedPrefix | None = None
+    fills: SharedPrefix | None = None
     tokens: list[int] = dataclasses.field(default_factory=list)
     order: int = 0
     plans: list[SpanPlan] = dataclasses.field(default_factory=list)
@@ -101,8 +106,13 @@ class Sequence:
 
     @property
     def n_context(self) -> int:
-        """Tokens of ``spans``."""
-        return sum(len(span.tokens) for span in self.spans)
+        """Tokens of ``spans`` and of the shared prefix in front of them."""
+        return self.n_shared + sum(len(span.tokens) for span in self.spans)
+
+    @property
+    def n_shared(self) -> int:
+        """Tokens of the shared prefix."""
+        return self.prefix.n_tokens if self.prefix else 0
 
     @property
     def growth(self) -> int:
@@ -159,6 +169,8 @@ class HeadScheduler:
         self._ids.add(sequence.request.id)
         if sequence.conversation:
             sequence.conversation.busy = True
+        if sequence.prefix:
+            sequence.prefix.users += 1
         self.waiting.append(sequence)
 
     def check_ids(self, ids: Iterable[str]) -> None:
@@ -188,11 +200,12 @@ class HeadScheduler:
 
     def pages(self, sequence: Sequence) -> Counts:
         """Pages of each group that a request holds while it runs: its footprint."""
-        plans = plan_spans(sequence.spans, sequence.plan, self.policy)
-        return self._pages(sequence, plans, 0)
+        return self._pages(sequence, self._plan(sequence), 0)
 
     def admit(self) -> list[int]:
         """Move requests from the front of the line into free rows while their pages are free.
+
+        A request whose shared prefix is still being computed holds up the line.
 
         Returns:
           The rows that requests moved into.
@@ -252,9 +265,11 @@ class HeadScheduler:
             talk.cache = None
 
     def _reserve(self, row: Sequence) -> bool:
+        if row.prefix and not row.prefix.ready:
+            return False
         cache = row.conversation.cache if row.conversation else None
         start = len(row.conversation.spans) if row.conversation and cache else 0
-        plans = plan_spans(row.spans, row.plan, self.policy)
+        plans = self._plan(row)
         pages = self._pages(row, plans, start)
         if cache:
             pages = np.maximum(pages, cache.pages)
@@ -274,6 +289,9 @@ class HeadScheduler:
             row.conversation.cache = None
         return True
 
+    def _plan(self, row: Sequence) -> list[SpanPlan]:
+        return plan_spans(row.spans, row.plan, self.policy, first=row.n_shared)
+
     def _pages(self, row: Sequence, plans: list[SpanPlan], start: int) -> Counts:
         page_size = self.ledger.geometry.page_size
         return pages_of(self.groups, plans[start:], row.growth, page_size)
@@ -289,6 +307,8 @@ class HeadScheduler:
 
     def _forget(self, row: Sequence) -> None:
         self._ids.remove(row.request.id)
+        if row.prefix:
+            row.prefix.users -= 1
         for name, talk in list(self.conversations.items()):
             if talk is row.conversation:
                 talk.busy = False

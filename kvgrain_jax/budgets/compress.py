@@ -101,9 +101,12 @@ def add_tokens(
       positions: positions of the chunk's tokens.
     """
     rows = _rows_to_fill(kv, places, ~taken, kept, min(places.shape[1], kept.shape[1]))
-    vectors = (x.swapaxes(0, 1).reshape(rows.size, -1) for x in (k, v))
+
+    def by_head(x):
+        return x.swapaxes(0, 1).reshape(rows.size, -1)
+
     at = jnp.broadcast_to(positions[None, :], kept.shape).reshape(-1)
-    return pool.write(kv, rows, *vectors, scores.reshape(-1), at)
+    return pool.write(kv, rows, by_head(k), by_head(v), scores.reshape(-1), at)
 
 
 def _rows_to_fill(
@@ -146,6 +149,4 @@ def _kth_largest(keys: UInt32[Array, "heads M"], k: Int[Array, "heads"]) -> UInt
         reached = jnp.sum(counts >= k[:, None], axis=1) - 1  # counts fall with the digit
         return found | digits[jnp.maximum(reached, 0)] << shift
 
-    return lax.fori_loop(
-        0, 32 // _RADIX_BITS, next_digit, jnp.zeros(keys.shape[0], jnp.uint32)
-    )
+    return lax.fori_loop(0, 32 // _RADIX_BITS, next_digit, jnp.zeros(keys.shape[0], jnp.uint32))

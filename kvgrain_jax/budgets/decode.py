@@ -19,6 +19,7 @@ from kvgrain_jax.budgets.chunk_scores import ChunkScorer
 from kvgrain_jax.budgets.groups import HeadGroups
 from kvgrain_jax.budgets.partition import SplitTable
 from kvgrain_jax.budgets.pool import HeadKV
+from kvgrain_jax.budgets.shared import SharedRows, attend_shared
 from kvgrain_jax.engine import batch as batches
 from kvgrain_jax.engine.batch import Batch
 from kvgrain_jax.engine.decode_loop import _advance
@@ -90,6 +91,7 @@ def decode_loop(
     batch: HeadBatch,
     n_steps: Int[Array, ""],
     max_finished: Int[Array, ""],
+    shared: SharedRows | None = None,
     *,
     step,
     n_rows: int,
@@ -107,6 +109,7 @@ def decode_loop(
       batch: the batch; donated.
       n_steps: steps to run, at most ``max_steps``.
       max_finished: stop after the step in which so many rows have finished.
+      shared: prefixes that the rows share; None where no request may.
       step: the model, see ``engine.model.Model.step``.
       n_rows: rows in front of the batch to compute (a bucket).
       max_steps: capacity of the trace.
@@ -124,14 +127,14 @@ def decode_loop(
 
     def cond(state):
         _, head, trace, finished = state
-        return (
-            (trace.n_steps < n_steps) & jnp.any(head.rows.active) & (finished < max_finished)
-        )
+        return (trace.n_steps < n_steps) & jnp.any(head.rows.active) & (finished < max_finished)
 
     def body(state):
         kv, head, trace, finished = state
         rows = head.rows
-        attend = _attend(head, groups=groups, splits=splits, scorer=scorer, page_size=page_size)
+        attend = _attend(
+            head, shared, groups=groups, splits=splits, scorer=scorer, page_size=page_size
+        )
         logits, kv = step(params, rows.tokens, rows.lengths, kv, attend)
         token = sample(
             logits, rows.temperature, rows.top_k, rows.top_p, rows.seed, rows.n_generated
@@ -163,7 +166,15 @@ def layer_splits(splits: SplitTable | None, layer: int) -> tuple[int, ...] | Non
     return None if splits is None else tuple(splits.splits[layer].tolist())
 
 
-def _attend(head: HeadBatch, *, groups: HeadGroups, splits, scorer: ChunkScorer, page_size: int):
+def _attend(
+    head: HeadBatch,
+    shared: SharedRows | None,
+    *,
+    groups: HeadGroups,
+    splits: SplitTable | None,
+    scorer: ChunkScorer,
+    page_size: int,
+):
     """What the model calls in each layer: append a token to each head, then attend."""
     active = head.rows.active
     positions = jnp.where(active, head.rows.lengths, -1)
@@ -197,9 +208,9 @@ def _attend(head: HeadBatch, *, groups: HeadGroups, splits, scorer: ChunkScorer,
             page_size=page_size,
             scale=head_dim**-0.5,
             splits=layer_splits(splits, layer),
+            prefix=attend_shared(q, kv, layer, shared, n_heads) if shared else None,
             out_dtype=q.dtype,
         )
         return out, kv
 
     return attend
-

@@ -23,6 +23,7 @@ from kvgrain_jax.budgets.engine import HeadEngine
 from kvgrain_jax.budgets.engine_config import HeadEngineConfig
 from kvgrain_jax.budgets.groups import HeadGroups, group_pages
 from kvgrain_jax.budgets.pool import HeadKV
+from kvgrain_jax.budgets.turns import SpanPlan
 from kvgrain_jax.engine.model import Model
 from kvgrain_jax.errors import ConfigError
 
@@ -62,18 +63,19 @@ class DynamicEngine(HeadEngine):
         super().__init__(model, plan, groups, config)
         self.times = ReclaimTimes()
         self.kept: dict[str, Int[np.ndarray, "L K"]] = {}
+        self._targets: dict[str, BudgetPlan] = {}
 
-    def _sequence(
-        self, request, conversation: str | None, retention: float | None
-    ) -> Sequence:
+    def _sequence(self, request, conversation: str | None, retention: float | None) -> Sequence:
         if conversation is not None:
             raise ConfigError("The dynamic baseline serves single requests, not conversations.")
         sequence = super()._sequence(request, conversation, retention)
+        self._targets[request.id] = sequence.plan
         whole = dataclasses.replace(sequence.plan, retention=1.0)
         return dataclasses.replace(sequence, plan=whole)
 
-    def _scores_all(self, plan) -> bool:
-        return self.config.scorer.by_queries
+    def _selects(self, plan: SpanPlan, done: int) -> bool:
+        # Nothing is dropped, but the last queries judge all tokens that are there.
+        return self.config.scorer.by_queries and done == plan.n_tokens
 
     def _after_context(self, row: Sequence) -> None:
         assert row.holding is not None
@@ -86,7 +88,7 @@ class DynamicEngine(HeadEngine):
             row.holding.table,
             self._by_group(last.after),
             jnp.int32(n),
-            jnp.int32(self.plan.total(n)),
+            jnp.int32(self._targets[row.request.id].total(n)),
             groups=self.groups,
             page_size=self.config.page_size,
             sinks=self.plan.sinks,

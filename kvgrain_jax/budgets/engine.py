@@ -21,7 +21,16 @@ from kvgrain_jax.budgets.engine_config import HeadEngineConfig
 from kvgrain_jax.budgets.groups import Footprint, HeadGroups
 from kvgrain_jax.budgets.ledger import HeadLedger
 from kvgrain_jax.budgets.prefill import PromptChunk, prefill_chunk
-from kvgrain_jax.budgets.turns import Span
+from kvgrain_jax.budgets.prefix_store import PrefixStore
+from kvgrain_jax.budgets.shared import (
+    HeadRuns,
+    SharedPrefix,
+    SharedRows,
+    runs_of,
+    share_rows,
+    store_prefix,
+)
+from kvgrain_jax.budgets.turns import Span, SpanPlan
 from kvgrain_jax.engine import batch as batches
 from kvgrain_jax.engine.engine import TokenEvent
 from kvgrain_jax.engine.metrics import RequestMetrics, RunMetrics
@@ -43,6 +52,7 @@ class HeadEngine:
       model, plan, groups, config: as given.
       ledger: the pool.
       scheduler: waiting and running requests, conversations.
+      prefixes: prefixes that requests share.
       metrics: what was measured so far.
 
     Raises:
@@ -70,6 +80,8 @@ class HeadEngine:
         self.scheduler = HeadScheduler(
             self.ledger, groups, policy=config.turns, max_rows=config.max_batch
         )
+        self.prefixes = PrefixStore(self.ledger)
+        self._shared: tuple[list[SharedPrefix | None], SharedRows] | None = None
         self._splits = config.splits(plan, groups, self.max_context)
         self._batch = decode.init(config.max_batch, width, groups)
         self._start = time.perf_counter()
@@ -100,6 +112,10 @@ class HeadEngine:
         """
         sequence = self._sequence(request, conversation, retention)
         self._check(sequence)
+        self.scheduler.check_ids([request.id])
+        sequence, fills = self.prefixes.share(sequence)
+        if fills:
+            self.scheduler.submit(fills)
         self.scheduler.submit(sequence)
         if conversation is not None and sequence.conversation is not None:
             self.scheduler.conversations[conversation] = sequence.conversation
@@ -236,11 +252,14 @@ class HeadEngine:
         if row.span < len(row.plans):
             return
         if not all(bool(flag) for flag in self._finite.pop(row.request.id)):
-            self.scheduler.drop(index)
+            self._fail(index)
             raise KVGrainError(
                 f"Request {row.request.id}: scores of its tokens are NaN, so none could be chosen; "
                 "its keys, queries or weights are not finite."
             )
+        if row.fills:
+            self._store(index, row.fills)
+            return
         self._after_context(row)
         row.decoding = True
         if row.tokens:  # it was pre-empted: what follows its context is known
@@ -276,11 +295,12 @@ class HeadEngine:
                 window=jnp.int32(plan.window),
             ),
             self._row_of(row),
+            self._runs(row.prefix),
             step=self.model.step,
             groups=self.groups,
             scorer=self.config.scorer,
             page_size=self.config.page_size,
-            selects=plan.selects,
+            selects=self._selects(plan, row.done + n),
             shrinks=plan.shrinks,
             max_context=self.max_context,
         )
@@ -288,6 +308,10 @@ class HeadEngine:
         if row.done == plan.n_tokens:
             row.span, row.done = row.span + 1, 0
         return token, finite
+
+    def _selects(self, plan: SpanPlan, done: int) -> bool:
+        """Whether tokens are scored and chosen in the chunk that ends after ``done`` tokens."""
+        return plan.selects
 
     def _after_context(self, row: Sequence) -> None:
         """Called when a request's context is computed, before it decodes."""
@@ -306,6 +330,7 @@ class HeadEngine:
             self._batch,
             jnp.int32(n_steps),
             jnp.int32(quota),
+            self._share_rows(n_rows),
             step=self.model.step,
             n_rows=n_rows,
             max_steps=self.config.decode_steps,
@@ -320,6 +345,52 @@ class HeadEngine:
             if new:
                 self.scheduler.row(index).tokens += new
                 yield from self._give(index, new)
+
+    # -- shared prefixes -------------------------------------------------------------------------
+
+    def _runs(self, prefix: SharedPrefix | None) -> HeadRuns | None:
+        if not self.ledger.geometry.n_hot_pages:
+            return None
+        return runs_of(prefix, self.model.n_layers, self.model.n_kv_heads)
+
+    def _share_rows(self, n_rows: int) -> SharedRows | None:
+        """The shared part of the batch, made anew only when its rows have changed."""
+        if not self.ledger.geometry.n_hot_pages:
+            return None
+        prefixes = [row.prefix if row and row.decoding else None for row in self.scheduler.rows]
+        prefixes = prefixes[:n_rows]
+        if self._shared is None or self._shared[0] != prefixes:
+            plan = share_rows(
+                prefixes,
+                n_layers=self.model.n_layers,
+                n_kv_heads=self.model.n_kv_heads,
+                n_rows_of_slabs=self.ledger.geometry.n_hot_rows,
+            )
+            self._shared = prefixes, plan
+        return self._shared[1]
+
+    def _store(self, index: int, prefix: SharedPrefix) -> None:
+        """Move a computed prefix into its slab; the pages it was computed in are free again."""
+        row = self.scheduler.row(index)
+        assert row.holding is not None
+        self.ledger.kv = store_prefix(
+            self.ledger.kv,
+            row.holding.table,
+            self._by_group(prefix.lengths),
+            self._by_group(prefix.starts),
+            page_size=self.config.page_size,
+        )
+        prefix.ready = True
+        self.scheduler.drop(index)
+
+    def _fail(self, index: int) -> None:
+        """End a request that cannot go on, and with a prefix all requests that wait for it."""
+        prefix = self.scheduler.row(index).fills
+        self.scheduler.drop(index)
+        if prefix:
+            for row in [row for row in self.scheduler.waiting if row.prefix is prefix]:
+                self.scheduler.withdraw(row.request.id)
+            self.prefixes.drop(prefix)
 
     # -- rows ------------------------------------------------------------------------------------
 
@@ -359,7 +430,7 @@ class HeadEngine:
                     first_token=row.first_token,
                     finish=self.now,
                     prompt_tokens=len(row.request.prompt),
-                    cached_tokens=0,
+                    cached_tokens=row.n_shared,
                     tokens=tuple(row.tokens),
                     reason=reason,
                 )

@@ -15,6 +15,8 @@ from kvgrain_jax.budgets.turns import FLOORS, TURN_POLICIES, Floors, TurnPolicy
 from kvgrain_jax.engine.model import Model
 from kvgrain_jax.errors import ConfigError
 
+DEFAULT_SCORER = ChunkScorer()
+
 
 @dataclasses.dataclass(frozen=True)
 class HeadEngineConfig:
@@ -24,6 +26,10 @@ class HeadEngineConfig:
       pool_bytes: bytes of the keys and values of the pool.
       page_size: rows of a page.
       scorer: which tokens of a prompt stay.
+      hot_bytes: bytes of the pool, in whole pages, that hold slabs of shared prefixes. A prefix
+        that a request declares (``Request.shared_tokens``) is compressed once for all its sharers;
+        with 0 every request computes its own.
+      slab_align: heads in a slab begin at a multiple of so many rows (the kernels' KV tile).
       turns: what later turns of a conversation keep, see ``kvgrain_jax.budgets.turns``.
       floors: what a head may hold while its prompt is computed, see ``SpanPlan.held``.
       n_blocks: blocks of the decode kernel that the device runs at once, for one row of the batch:
@@ -46,7 +52,9 @@ class HeadEngineConfig:
 
     pool_bytes: int
     page_size: int = 16
-    scorer: ChunkScorer = ChunkScorer()
+    scorer: ChunkScorer = DEFAULT_SCORER
+    hot_bytes: int = 0
+    slab_align: int = 64
     turns: TurnPolicy = "first_prompt_only"
     floors: Floors = "final"
     n_blocks: int = 0
@@ -85,14 +93,20 @@ class HeadEngineConfig:
             object.__setattr__(self, name, tuple(buckets))
 
     def geometry(self, model: Model, groups: HeadGroups) -> HeadPoolGeometry:
-        """The pool of this configuration for a model and its head groups."""
-        return HeadPoolGeometry.from_bytes(
+        """The pool of this configuration for a model and its head groups.
+
+        Raises:
+          ConfigError: the sizes do not fit together.
+        """
+        geometry = HeadPoolGeometry.from_bytes(
             self.pool_bytes,
             group_size=groups.group_size,
             head_dim=model.head_dim,
             page_size=self.page_size,
+            slab_align=self.slab_align,
             dtype=self.kv_dtype,
         )
+        return dataclasses.replace(geometry, n_hot_pages=self.hot_bytes // geometry.page_bytes)
 
     def splits(self, plan: BudgetPlan, groups: HeadGroups, n_tokens: int) -> SplitTable | None:
         """The split table for contexts of about ``n_tokens`` tokens; None where nothing is cut."""

@@ -10,12 +10,15 @@ from jaxtyping import Array, Int
 from kvgrain_jax.budgets import pool
 from kvgrain_jax.budgets.pool import HeadPoolGeometry
 from kvgrain_jax.errors import PoolCorrupted
+from kvgrain_jax.pools import hot
 
 Counts = Int[np.ndarray, " n_groups"]
 Table = Int[Array, "n_groups T"]
 
 _reserve = jax.jit(pool.reserve, donate_argnums=0)
 _release = jax.jit(pool.release, donate_argnums=0)
+_take_slab = jax.jit(hot.allocate, donate_argnums=0)
+_return_slab = jax.jit(hot.release, donate_argnums=0)
 
 
 class HeadLedger:
@@ -29,13 +32,16 @@ class HeadLedger:
     Attributes:
       kv: keys and values; the engine's programs update them in place.
       free: free pages, known without asking the device.
+      slab_rows: single-head rows of live slabs.
     """
 
     def __init__(self, geometry: HeadPoolGeometry, *, n_groups: int, width: int):
         self.geometry = geometry
         self.kv = pool.init(geometry)
         self.free = geometry.n_pages - geometry.n_hot_pages
+        self.slab_rows = 0
         self._pages = pool.init_pages(geometry)
+        self._slabs = pool.init_slabs(geometry)
         self._empty = partial(pool.empty_table, n_groups, width)
 
     @property
@@ -83,6 +89,25 @@ class HeadLedger:
             raise PoolCorrupted("Pages of a head group were freed twice.")
         self.free += n_pages
 
+    def take_slab(self, n_rows: int) -> int | None:
+        """First single-head row of a slab of ``n_rows``; None where there is no room for it."""
+        self._slabs, base = _take_slab(self._slabs, jnp.int32(n_rows))
+        if int(base) < 0:
+            return None
+        self.slab_rows += n_rows
+        return int(base)
+
+    def return_slab(self, base: int, n_rows: int) -> None:
+        """Free a slab.
+
+        Raises:
+          PoolCorrupted: it is free already.
+        """
+        self._slabs, ok = _return_slab(self._slabs, jnp.int32(base), jnp.int32(n_rows))
+        if not ok:
+            raise PoolCorrupted("A slab of a shared prefix was freed twice.")
+        self.slab_rows -= n_rows
+
     def check_integrity(self, tables: list[Table]) -> None:
         """Check that free pages and those of ``tables`` are all pages, each once; reads the device.
 
@@ -95,9 +120,7 @@ class HeadLedger:
         found = np.sort(np.concatenate(named))
         if n_free != self.free:
             raise PoolCorrupted(f"{n_free} pages are free, {self.free} are counted as such.")
-        if not np.array_equal(
-            found, np.arange(self.geometry.n_hot_pages, self.geometry.n_pages)
-        ):
+        if not np.array_equal(found, np.arange(self.geometry.n_hot_pages, self.geometry.n_pages)):
             raise PoolCorrupted("Some pages are lost, or belong to two requests.")
 
 

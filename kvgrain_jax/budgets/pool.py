@@ -13,6 +13,7 @@ All functions are pure and work under ``jax.jit``. Source: Tangram §4.2.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,17 +92,17 @@ class HeadPoolGeometry:
         return 2 * self.page_size * self.group_size * self.head_dim * item
 
     @classmethod
-    def from_bytes(cls, n_bytes: int, **fields) -> "HeadPoolGeometry":
+    def from_bytes(cls, n_bytes: int, **fields: Any) -> "HeadPoolGeometry":
         """Geometry of the pages whose keys and values fit in ``n_bytes``.
 
         Args:
           n_bytes: bytes of keys and values.
-          **fields: the other attributes, ``n_pages`` left out.
+          **fields: the other attributes, without ``n_pages`` and ``n_hot_pages``.
 
         Raises:
           ConfigError: not one page fits, or a size is out of range.
         """
-        n_pages = n_bytes // cls(n_pages=1, **(fields | {"n_hot_pages": 0})).page_bytes
+        n_pages = n_bytes // cls(n_pages=1, **fields).page_bytes
         if n_pages < 1:
             raise ConfigError(f"{n_bytes} bytes hold no page of a head group.")
         return cls(n_pages=n_pages, **fields)
@@ -215,9 +216,10 @@ def write(
 ) -> HeadKV:
     """Write single-head rows, in place when the pool is donated; a row ``>= N * G_h`` is dropped."""
 
+    at = _slot_and_column(kv, rows)
+
     def put(pool, values):
-        flat = pool.reshape(-1, *pool.shape[2:])
-        return flat.at[rows].set(values.astype(pool.dtype), mode="drop").reshape(pool.shape)
+        return pool.at[at].set(values.astype(pool.dtype), mode="drop")
 
     return HeadKV(
         k=put(kv.k, k),
@@ -231,22 +233,23 @@ def write_scores(
     kv: HeadKV, rows: Int[Array, "*M"], live: Bool[Array, "*M"], scores: Float[Array, "*M"]
 ) -> HeadKV:
     """Replace the scores of the single-head rows that are ``live``."""
-    target = jnp.where(live, rows, kv.scores.size).reshape(-1)
-    flat = kv.scores.reshape(-1).at[target].set(scores.reshape(-1), mode="drop")
-    return dataclasses.replace(kv, scores=flat.reshape(kv.scores.shape))
+    at = _slot_and_column(kv, jnp.where(live, rows, kv.scores.size))
+    return dataclasses.replace(kv, scores=kv.scores.at[at].set(scores, mode="drop"))
 
 
 def read_vectors(
     kv: HeadKV, rows: Int[Array, "*M"]
 ) -> tuple[Float[Array, "*M D"], Float[Array, "*M D"]]:
     """Keys and values of single-head rows."""
-    return _read(kv.k, rows), _read(kv.v, rows)
+    at = _slot_and_column(kv, rows)
+    return kv.k.at[at].get(mode="clip"), kv.v.at[at].get(mode="clip")
 
 
 def read_notes(kv: HeadKV, rows: Int[Array, "*M"]) -> tuple[Float[Array, "*M"], Int[Array, "*M"]]:
     """Scores and positions of single-head rows."""
-    return _read(kv.scores, rows), _read(kv.positions, rows)
+    at = _slot_and_column(kv, rows)
+    return kv.scores.at[at].get(mode="clip"), kv.positions.at[at].get(mode="clip")
 
 
-def _read(pool, rows):
-    return pool.reshape(-1, *pool.shape[2:]).at[rows].get(mode="clip")
+def _slot_and_column(kv: HeadKV, rows: Int[Array, "*M"]) -> tuple[Array, Array]:
+    return rows // kv.scores.shape[1], rows % kv.scores.shape[1]

@@ -6,7 +6,7 @@ would have to be taken back. Source: Tangram §4.1.2.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -18,11 +18,15 @@ from kvgrain_jax.budgets import compress, pool
 from kvgrain_jax.budgets.chunk_scores import ChunkScorer
 from kvgrain_jax.budgets.groups import HeadGroups
 from kvgrain_jax.budgets.pool import HeadKV
+from kvgrain_jax.budgets.shared import HeadRuns
 from kvgrain_jax.engine.batch import Batch
 from kvgrain_jax.engine.sampling import sample
 from pallas_kernels import online_softmax
 
 KV_TILE = 512
+
+# Places in each head's list of tokens, ``[K, S]``, to the single-head rows that hold them.
+type RowsOf = Callable[[Int[Array, "K S"]], Int[Array, "K S"]]
 
 
 @jax.tree_util.register_dataclass
@@ -58,6 +62,7 @@ def prefill_chunk(
     targets: Int[Array, "n_groups G_h"],
     chunk: PromptChunk,
     row: Batch,
+    prefix: HeadRuns | None = None,
     *,
     step,
     groups: HeadGroups,
@@ -77,6 +82,8 @@ def prefill_chunk(
       targets: tokens of each head after it; at most ``lengths`` and the chunk together.
       chunk: the tokens.
       row: the request's sampling parameters, a batch of one.
+      prefix: survivors of the shared prefix in front of the request; None where no request may
+        share one.
       step: the model, see ``engine.model.Model.step``.
       groups: the head groups.
       scorer: scores of the tokens.
@@ -100,14 +107,23 @@ def prefill_chunk(
         kv, finite = state
         group, place = groups.group_of[layer], groups.place_of[layer]
         before, target = lengths[group, place], targets[group, place]
-        rows = partial(
-            pool.rows_of,
-            table[group],
-            jnp.asarray(place),
-            page_size=page_size,
-            group_size=groups.group_size,
-        )
-        out = attend_chunk(q, k, v, kv, rows, before, chunk.n_tokens)
+
+        def rows(tokens):
+            return pool.rows_of(
+                table[group],
+                jnp.asarray(place),
+                tokens,
+                page_size=page_size,
+                group_size=groups.group_size,
+            )
+
+        earlier = [(rows, before)]
+        if prefix is not None:
+            starts = prefix.starts[layer][:, None]
+            earlier += [(lambda tokens: starts + tokens, prefix.lengths[layer])]
+        out = attend_chunk(q, k, v, kv, earlier, chunk.n_tokens)
+        # The survivors are written over only when they have been read: else XLA copies the pool.
+        out, kv = lax.optimization_barrier((out, kv))
         new_scores = scorer.on_arrival(layer, k, positions)
         token = jnp.arange(n_places, dtype=jnp.int32)[None, :]
         places = rows(jnp.broadcast_to(token, (len(group), n_places)))
@@ -158,8 +174,7 @@ def attend_chunk(
     k: Float[Array, "C K D"],
     v: Float[Array, "C K D"],
     kv: HeadKV,
-    rows: Callable[[Int[Array, "K S"]], Int[Array, "K S"]],
-    lengths: Int[Array, "K"],
+    earlier: Sequence[tuple[RowsOf, Int[Array, "K"]]],
     n_tokens: Int[Array, ""],
 ) -> Float[Array, "C H D"]:
     """Attention of a chunk's tokens to each head's survivors and, causally, to the chunk itself.
@@ -171,8 +186,7 @@ def attend_chunk(
       k: keys of the chunk.
       v: values of the chunk.
       kv: the pool.
-      rows: single-head rows of places in each head's list.
-      lengths: survivors of each head.
+      earlier: lists of survivors of each head: single-head rows of places in it, and its length.
       n_tokens: tokens of the chunk that count.
 
     Returns:
@@ -195,7 +209,7 @@ def attend_chunk(
 
         return online_softmax.update(state, scores, weigh)
 
-    def survivors(i, state):
+    def survivors(rows, lengths, i, state):
         token = i * KV_TILE + jnp.arange(KV_TILE, dtype=jnp.int32)[None, :]
         mask = token < lengths[:, None]
         keys, values = pool.read_vectors(kv, rows(jnp.broadcast_to(token, mask.shape)))
@@ -213,7 +227,9 @@ def attend_chunk(
         return take_in(state, keys, values, mask)
 
     state = online_softmax.initial((n_kv_heads, n_heads // n_kv_heads, n_queries), head_dim)
-    state = lax.fori_loop(0, (jnp.max(lengths) + KV_TILE - 1) // KV_TILE, survivors, state)
+    for rows, lengths in earlier:
+        n_tiles = (jnp.max(lengths) + KV_TILE - 1) // KV_TILE
+        state = lax.fori_loop(0, n_tiles, partial(survivors, rows, lengths), state)
     state = lax.fori_loop(0, -(-n_queries // tile), chunk, state)
     out, _ = online_softmax.finish(state)
     return out.transpose(2, 0, 1, 3).reshape(q.shape)

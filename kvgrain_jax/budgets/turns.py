@@ -99,8 +99,17 @@ class SpanPlan:
         return np.minimum(available, base + floor)
 
 
-def plan_spans(spans: Sequence[Span], plan: BudgetPlan, policy: TurnPolicy) -> list[SpanPlan]:
+def plan_spans(
+    spans: Sequence[Span], plan: BudgetPlan, policy: TurnPolicy, *, first: int = 0
+) -> list[SpanPlan]:
     """Plan every span of a sequence.
+
+    Args:
+      spans: the spans.
+      plan: budgets of its prompts.
+      policy: what turns keep.
+      first: position of the first token, behind a shared prefix, which is the first prompt then
+        and lies elsewhere: its tokens never compete with these.
 
     Raises:
       ConfigError: there is no such policy.
@@ -108,14 +117,14 @@ def plan_spans(spans: Sequence[Span], plan: BudgetPlan, policy: TurnPolicy) -> l
     if policy not in TURN_POLICIES:
         raise ConfigError(f"There is no policy {policy!r}; choose one of {TURN_POLICIES}.")
     found: list[SpanPlan] = []
-    held, first = np.zeros(plan.demands.shape, np.int64), 0
-    for index, span in enumerate(spans):
+    shared, held = first, np.zeros(plan.demands.shape, np.int64)
+    for span in spans:
         n = len(span.tokens)
         keep_before = plan.sinks
-        if not span.is_prompt or (policy == "first_prompt_only" and index > 0):
+        if not span.is_prompt or (policy == "first_prompt_only" and first > 0):
             after = held + n
         elif policy == "rebudget":
-            after = np.minimum(held + n, plan.budgets(first + n))
+            after = np.minimum(held + n, plan.budgets(first - shared + n))
         else:
             after = held + plan.budgets(n)
             keep_before = max(keep_before, first)

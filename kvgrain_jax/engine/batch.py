@@ -150,15 +150,15 @@ def set_pages(
 
 
 @jax.jit
-def row_pages(batch: Batch, index: Int[Array, ""]) -> Int[Array, "T"]:
-    """Page table of the row at ``index``."""
-    return batch.pages[index]
+def row_pages(batch: Batch, indices: Int[Array | np.ndarray, "R"]) -> Int[Array, "R T"]:
+    """Page tables of the rows at ``indices``."""
+    return batch.pages[indices]
 
 
 def compile_calls(batch: Batch, capacity: int) -> Batch:
     """Compile the calls above by ones that leave the batch as it is."""
     n_rows, n_pages = batch.pages.shape
-    row_pages(batch, np.int32(0))
+    row_pages(batch, np.zeros(capacity, np.int32))
     rows = rows_of([], n_rows=n_rows, n_pages=n_pages, capacity=capacity)
     batch = set_rows(batch, *rows)
     batch = set_pages(batch, np.int32(0), np.zeros(n_pages, np.int32), 0)

@@ -27,6 +27,8 @@ class EngineConfig:
         ``experiments.dispatch_fit`` measured on this kind of device, ``"auto"`` calibrated where
         there are such times and no threshold is given.
       m_sat: threshold of the ``meff`` rule; the device's own where None.
+      greedy: serve greedy requests only. The decode loop then has no branch for drawing tokens, for
+        which a GPU waits for the host in every step.
       every_backend: compile each decode loop for all backends of the rule, also for those that it
         cannot take with the rows of a bucket.
       page_size: tokens of a COLD page: 1, 4 or 16.
@@ -58,6 +60,7 @@ class EngineConfig:
     backend: str = "auto"
     rule: str = "auto"
     m_sat: int | None = None
+    greedy: bool = False
     every_backend: bool = False
     page_size: int = 1
     hot_fraction: float = 0.2

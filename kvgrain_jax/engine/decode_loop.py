@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int
 from kvgrain_jax.attention import DecodePlan, decode_attention, longest_first
 from kvgrain_jax.engine.batch import Batch
 from kvgrain_jax.engine.ranks import Ranks
-from kvgrain_jax.engine.sampling import sample
+from kvgrain_jax.engine.sampling import greedy_sample, sample
 from kvgrain_jax.pools import KVCache, buffers, cold
 from kvgrain_jax.sharding import sample_sharded
 
@@ -46,7 +46,7 @@ class DecodeTrace:
 
 @partial(
     jax.jit,
-    static_argnames=("step", "n_rows", "max_steps", "backends", "page_size", "ranks"),
+    static_argnames=("step", "n_rows", "max_steps", "backends", "page_size", "greedy", "ranks"),
     donate_argnames=("kv", "pool", "batch"),
 )
 def decode_loop(
@@ -64,6 +64,7 @@ def decode_loop(
     max_steps: int,
     backends: tuple[str, ...],
     page_size: int,
+    greedy: bool = False,
     ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
 ) -> tuple[KVCache, cold.ColdState, Batch, DecodeTrace]:
     """Decode up to ``n_steps`` tokens of every active row.
@@ -83,6 +84,7 @@ def decode_loop(
       max_steps: capacity of the trace.
       backends: those that a step can take; a branch of the program is compiled for each.
       page_size: tokens of a page.
+      greedy: every row takes its most likely token, and the program has no branch for drawing one.
       ranks: the devices that run the loop together.
 
     Returns:
@@ -96,6 +98,7 @@ def decode_loop(
         max_steps=max_steps,
         backends=backends,
         page_size=page_size,
+        draw=greedy_sample if greedy else sample,
         axis=ranks.axis,
     )
     return ranks.run(
@@ -118,6 +121,7 @@ def _loop(
     max_steps: int,
     backends: tuple[str, ...],
     page_size: int,
+    draw,
     axis: str | None,
 ) -> tuple[KVCache, cold.ColdState, Batch, DecodeTrace]:
     """``decode_loop`` on one rank."""
@@ -145,7 +149,7 @@ def _loop(
         choice = choices[n_active]
         logits, kv = lax.switch(choice, [partial(run, name) for name in backends], kv)
         token = sample_sharded(
-            sample,
+            draw,
             logits,
             rows.temperature,
             rows.top_k,

@@ -142,6 +142,11 @@ class Engine:
                 f"{name}: {total} tokens need {pages} pages, the whole pool has "
                 f"{geometry.n_pages}; make the pool larger or the request shorter."
             )
+        if self.config.greedy and request.sampling.temperature > 0:
+            raise RequestError(
+                f"{name}: temperature is {request.sampling.temperature}, but the engine was made for "
+                "greedy requests only; set greedy to False in its configuration."
+            )
         batches.check_request(request)
 
     def abort(self, request_id: str) -> None:
@@ -155,7 +160,7 @@ class Engine:
             self.scheduler.withdraw(request_id)
         else:
             self._batch = batches.deactivate(self._batch, np.int32(index))
-            self._leave(index)
+            self._leave([index])
 
     @property
     def has_work(self) -> bool:
@@ -189,7 +194,7 @@ class Engine:
         for index, row in enumerate(self.scheduler.rows):
             if row:
                 tokens = row.kv_tokens.size if row.decoding else row.prompt.size
-                pages = np.asarray(batches.row_pages(self._batch, np.int32(index)))
+                pages = np.asarray(batches.row_pages(self._batch, np.full(1, index, np.int32)))[0]
                 holders.append((row.reservation, pages[: -(-tokens // page)]))
         self.cache.check_integrity(holders)
 
@@ -241,8 +246,7 @@ class Engine:
         self._admit()
         left: list[int] = []
         events = list(self._wait_prefill(self._launch_prefill(), left))
-        for index in left:
-            self._leave(index)
+        self._leave(left)
         return events
 
     def decode(self, n_steps: int, backend: str | None = None) -> list[TokenEvent]:
@@ -255,8 +259,7 @@ class Engine:
         decoding = self._launch_decode(n_steps, backend)
         left: list[int] = []
         events = list(self._wait_decode(decoding, left)) if decoding else []
-        for index in left:
-            self._leave(index)
+        self._leave(left)
         return events
 
     def warmup(self, on_program: Callable[[str], None] | None = None) -> None:
@@ -317,8 +320,7 @@ class Engine:
         yield from self._wait_prefill(prefill, left)
         if decode:
             yield from self._wait_decode(decode, left)
-        for index in left:
-            self._leave(index)
+        self._leave(left)
         if decode:
             self._sample()
 
@@ -356,11 +358,15 @@ class Engine:
         used = sum(part.n_tokens for part in parts)
         size = next(size for size in self.config.chunk_buckets if size >= used)
         tokens = self._launch_chunk(parts, size)
-        rows = [self.scheduler.computed(part) for part in parts]
-        for part in parts:
-            if part.completes:
-                self._set_pages(part.row)
-                self._plan = None
+        rows = []
+        with self.cache.ledger.together():
+            for part in parts:
+                row, moved = self.scheduler.computed(part)
+                rows.append(row)
+                if moved:
+                    self._set_pages(part.row)
+                if part.completes:
+                    self._plan = None
         return rows, tokens
 
     def _wait_prefill(
@@ -461,6 +467,7 @@ class Engine:
             max_steps=self.config.decode_steps,
             backends=plan.choices.backends,
             page_size=self.cache.geometry.page_size,
+            greedy=self.config.greedy,
             ranks=self._ranks,
         )
         return _Decoding(plan, pool, trace)
@@ -516,10 +523,19 @@ class Engine:
             left.append(index)
         return TokenEvent(row.request.id, tuple(new), reason is not None, reason)
 
-    def _leave(self, index: int) -> None:
-        pages = np.asarray(batches.row_pages(self._batch, np.int32(index)))
-        self.scheduler.leave(index, pages)
-        self._plan = None
+    def _leave(self, left: Sequence[int]) -> None:
+        """Free rows that have ended, and what they held."""
+        size = self.config.chunk_requests
+        with self.cache.ledger.together():
+            for start in range(0, len(left), size):
+                part = left[start : start + size]
+                indices = np.zeros(size, np.int32)
+                indices[: len(part)] = part
+                pages = np.asarray(batches.row_pages(self._batch, indices))
+                for index, of_row in zip(part, pages, strict=False):
+                    self.scheduler.leave(index, of_row)
+        if left:
+            self._plan = None
 
     def _sample(self) -> None:
         ledger = self.cache.ledger

@@ -6,6 +6,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
 
+def greedy_sample(logits: Float[Array, "B V"], *_: Array) -> Int[Array, "B"]:
+    """The most likely token of every row; of equal logits the lowest token id wins."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
 def sample(
     logits: Float[Array, "B V"],
     temperature: Float[Array, "B"],
@@ -28,7 +33,7 @@ def sample(
       seed: seed of each request.
       n_generated: tokens each request has generated so far.
     """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy = greedy_sample(logits)
 
     def draw():
         drawn = jax.vmap(_draw_row)(logits, temperature, top_k, top_p, seed, n_generated)

@@ -123,6 +123,10 @@ class Scheduler:
         A request that would compute a prefix which another one is just computing waits for it; the
         ones behind it may pass. A request that does not fit the pools now holds up the line.
         """
+        with self.cache.ledger.together():
+            return self._admit()
+
+    def _admit(self) -> Admission:
         admission = Admission()
         held_back = []
         while self.waiting and None in self.rows:
@@ -157,14 +161,19 @@ class Scheduler:
             left -= n
         return parts
 
-    def computed(self, part: PromptPart) -> Row:
-        """Note that a part of a prompt is computed; a complete prompt joins the prefix index."""
+    def computed(self, part: PromptPart) -> tuple[Row, bool]:
+        """Note that a part of a prompt is computed; a complete prompt joins the prefix index.
+
+        Returns:
+          ``(row, moved)``: the row, and whether its page table changed.
+        """
         row = self._row(part.row)
         row.computed += part.n_tokens
+        moved = False
         if part.completes:
-            self.cache.commit(row.reservation)
+            moved = self.cache.commit(row.reservation)
             row.decoding = True
-        return row
+        return row, moved
 
     def sort(self) -> list[int] | None:
         """Put rows that decode first, and those that share a prefix next to each other.

@@ -70,7 +70,8 @@ class PrefixCache:
 
         Returns:
           The reservation; None where the pools have no room now. It may come with evictions and
-          promotions, of which running requests see nothing but ``Reservation.promoted``.
+          promotions, of which running requests see nothing but ``Reservation.promoted``. Under
+          ``ledger.together`` its own pages are known when that ends.
         """
         page = self.geometry.page_size
         prompt_pages = math.ceil(prompt.size / page)
@@ -88,26 +89,31 @@ class PrefixCache:
             self.index.unlock(node)
             return None
         n_shared = (slab.stop if slab else match.length) // page
-        own = self.ledger.take_pages(prompt_pages - n_shared)
+        pages = np.empty(prompt_pages, np.int32)
+        self.ledger.take_pages(pages[n_shared:])
         self.ledger.outstanding += max_pages - prompt_pages
         promoted = self._promote_path(node)
         shared = [self.index.pages(node), slab.pages(page)] if slab else [self.index.pages(node)]
+        pages[:n_shared] = np.concatenate(shared)
         return Reservation(
             prompt=prompt,
             declared=declared,
             node=node,
             cached=match.length,
             slab=slab,
-            pages=np.concatenate([*shared, own]).astype(np.int32),
+            pages=pages,
             max_pages=max_pages,
             promoted=promoted,
         )
 
-    def commit(self, reservation: Reservation) -> None:
+    def commit(self, reservation: Reservation) -> bool:
         """The prompt is computed: hand its full pages to the index.
 
         Where another request computed the same tokens meanwhile, its copy stays and ours is
         freed; ``reservation.pages`` then names the copy that stays.
+
+        Returns:
+          Whether ``reservation.pages`` changed.
         """
         page = self.geometry.page_size
         end = reservation.prompt.size // page * page
@@ -124,6 +130,7 @@ class PrefixCache:
         hot_rejected = [piece for piece in inserted.rejected if piece.is_hot]
         reservation.slab = hot_rejected[0] if hot_rejected else None
         reservation.committed = True
+        return bool(inserted.duplicates)
 
     def decoded(self, pool: cold.ColdState, n_free: int) -> None:
         """The decode loop ran: take the COLD pool that it left, with ``n_free`` free pages."""

@@ -1,12 +1,14 @@
 """The pools from the host: taking, freeing and lending slots, with counts that need no look at the device.
 
 Every call goes through a pure function of ``kvgrain_jax.pools`` under ``jit``; the device state is
-the truth, the counts here mirror it.
+the truth, the counts here mirror it. A call of the device costs more than what it does there, so the
+COLD pages of many requests can be taken and freed ``together``.
 """
 
 import bisect
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -37,7 +39,7 @@ class PoolLedger:
       mesh: devices over which the KV heads are cut; None for the default device.
 
     Attributes:
-      pools: HOT and COLD allocators.
+      pools: HOT and COLD allocators; a look at them does first what has been gathered.
       kv: keys and values.
       cold_free: free COLD pages.
       outstanding: free COLD pages that are committed to running requests.
@@ -50,13 +52,25 @@ class PoolLedger:
         whole = parts = None
         if mesh is not None:
             whole, parts = NamedSharding(mesh, REPLICATED), NamedSharding(mesh, KV_HEADS)
-        self.pools: PoolState = put(lending.init(geometry), whole)
+        self._pools: PoolState = put(lending.init(geometry), whole)
+        self._gathering = 0
+        self._takes: list[np.ndarray] = []
+        self._frees: list[np.ndarray] = []
         # Under jit each device makes its own part; made whole first, the pool might not fit.
         self.kv: KVCache = jax.jit(lambda: buffers.init(geometry), out_shardings=parts)()
         self.cold_free = geometry.n_pages - geometry.n_hot // geometry.page_size
         self.outstanding = 0
         self.lent = 0
         self._slabs: list[tuple[int, int]] = []
+
+    @property
+    def pools(self) -> PoolState:
+        self.settle()
+        return self._pools
+
+    @pools.setter
+    def pools(self, pools: PoolState) -> None:
+        self._pools = pools
 
     @property
     def slabs(self) -> list[tuple[int, int]]:
@@ -105,27 +119,78 @@ class PoolLedger:
         bisect.insort(self._slabs, (int(base), n))
         return int(base)
 
-    def take_pages(self, n: int) -> np.ndarray:
-        """Take ``n`` COLD pages, at most ``row_pages``.
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Gather the COLD pages that are taken and freed inside into few calls of the device.
+
+        The arrays given to ``take_pages`` are filled when the outermost block ends, or when something
+        inside it needs the pools.
+        """
+        self._gathering += 1
+        try:
+            yield
+        finally:
+            self._gathering -= 1
+            if not self._gathering:
+                self.settle()
+
+    def settle(self) -> None:
+        """Do what has been gathered: first free pages, then take some.
+
+        Raises:
+          PoolCorrupted: one of the pages is free already.
+        """
+        frees, self._frees = self._frees, []
+        takes, self._takes = self._takes, []
+        done, sizes = [], []
+        pages = np.concatenate([*frees, np.zeros(0, np.int32)])
+        for start in range(0, pages.size, self.row_pages):
+            part = pages[start : start + self.row_pages]
+            padded = np.full(self.row_pages, -1, np.int32)
+            padded[: part.size] = part
+            state, ok = _release_pages(self._pools.cold, padded)
+            self._pools = dataclasses.replace(self._pools, cold=state)
+            done.append(ok)
+            sizes.append(part.size)
+        kept = [n for ok, n in zip(jax.device_get(done), sizes, strict=True) if not ok]
+        if kept:
+            self.cold_free -= sum(kept)
+            raise PoolCorrupted(f"Some of the COLD pages {pages} are free already.")
+        taken = []
+        total = sum(array.size for array in takes)
+        for start in range(0, total, self.row_pages):
+            need = np.arange(self.row_pages) < total - start
+            state, part, ok = _allocate_pages(self._pools.cold, need)
+            self._pools = dataclasses.replace(self._pools, cold=state)
+            taken.append((part, ok))
+        taken = jax.device_get(taken)
+        if not all(ok for _, ok in taken):
+            raise PoolCorrupted(f"{total} COLD pages were counted as free and are not.")
+        pages, start = np.concatenate([*(part for part, _ in taken), np.zeros(0, np.int32)]), 0
+        for array in takes:
+            array[:] = pages[start : start + array.size]
+            start += array.size
+
+    def take_pages(self, pages: np.ndarray) -> None:
+        """Take as many COLD pages as ``pages`` (int32) is long, and write their numbers into it.
 
         Raises:
           PoolExhausted: fewer are free, or a request never holds so many; nothing was taken.
         """
-        if n > self.row_pages:
+        if pages.size > self.row_pages:
             raise PoolExhausted(
-                f"{n} COLD pages were asked for at once; one request holds at most "
+                f"{pages.size} COLD pages were asked for at once; one request holds at most "
                 f"{self.row_pages}. Raise max_context."
             )
-        need = np.arange(self.row_pages) < n
-        state, pages, ok = _allocate_pages(self.pools.cold, need)
-        self.pools = dataclasses.replace(self.pools, cold=state)
-        if not ok:
+        if pages.size > self.cold_free:
             raise PoolExhausted(
-                f"{n} COLD pages were asked for and {self.cold_free} are free; let a request "
-                "finish, or make the pool larger."
+                f"{pages.size} COLD pages were asked for and {self.cold_free} are free; let a "
+                "request finish, or make the pool larger."
             )
-        self.cold_free -= n
-        return np.asarray(pages)[:n]
+        self.cold_free -= pages.size
+        self._takes.append(pages)
+        if not self._gathering:
+            self.settle()
 
     def free_pages(self, pages: np.ndarray) -> None:
         """Give COLD pages back.
@@ -133,15 +198,10 @@ class PoolLedger:
         Raises:
           PoolCorrupted: one of them is free already.
         """
-        for start in range(0, len(pages), self.row_pages):
-            part = pages[start : start + self.row_pages]
-            padded = np.full(self.row_pages, -1, np.int32)
-            padded[: len(part)] = part
-            state, ok = _release_pages(self.pools.cold, padded)
-            self.pools = dataclasses.replace(self.pools, cold=state)
-            if not ok:
-                raise PoolCorrupted(f"Some of the COLD pages {part} are free already.")
-            self.cold_free += len(part)
+        self.cold_free += len(pages)
+        self._frees.append(np.asarray(pages, np.int32))
+        if not self._gathering:
+            self.settle()
 
     def free(self, pieces: Sequence[Piece]) -> None:
         """Give pieces back to the pools they lie in.
@@ -159,7 +219,7 @@ class PoolLedger:
 
     def set_cold(self, pool: cold.ColdState, n_free: int) -> None:
         """Take a COLD pool that a program on the device has changed, ``n_free`` of its pages free."""
-        self.pools = dataclasses.replace(self.pools, cold=pool)
+        self._pools = dataclasses.replace(self._pools, cold=pool)
         self.cold_free = n_free
 
     def lend(self, pages: int) -> None:
@@ -194,7 +254,8 @@ class PoolLedger:
     def compile(self) -> None:
         """Compile every device call of the ledger by calls that change nothing."""
         self.take_slab(0)
-        self.take_pages(0)
+        cold_state, _, _ = _allocate_pages(self.pools.cold, np.zeros(self.row_pages, bool))
+        self.pools = dataclasses.replace(self.pools, cold=cold_state)
         nothing = np.full(self.row_pages, -1, np.int32)
         hot_state, _ = _release_slab(self.pools.hot, 0, 0, whole=True)
         hot_state, _ = _release_slab(hot_state, 0, 0, whole=False)

@@ -9,7 +9,7 @@ so that the softmax of one hides under the products of the other.
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from pallas_kernels.segment_attention.limits import WARPGROUP_ROWS, stages
 from pallas_kernels.segment_attention.schedule import Schedule
 
 LN2 = math.log(2.0)
-ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
 def segment_partials(

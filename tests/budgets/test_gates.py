@@ -44,7 +44,7 @@ def reference_score(gate, state, head):
 
 def test_a_gates_score_is_the_formula():
     gate, hidden = make_gate(), hidden_states()
-    actual = gate_scores(gate, hidden, k_positions=jnp.arange(T))
+    actual = jax.jit(gate_scores)(gate, hidden, k_positions=jnp.arange(T))
     expected = [
         [reference_score(gate, np.asarray(h, np.float64), k) for h in hidden] for k in range(K)
     ]

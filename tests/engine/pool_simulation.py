@@ -132,9 +132,10 @@ class Simulation:
         for part in parts:
             self.write(self.row(part.row), part.first, part.first + part.n_tokens)
         for part in parts:
-            row = self.scheduler.computed(part)
+            row, moved = self.scheduler.computed(part)
             if part.completes:
                 table = self.table(row)
+                assert moved == (row.reservation.pages.tolist() != table)
                 self.events["duplicate"] += row.reservation.pages.tolist() != table
                 self.events["rejected HOT tail"] += row.reservation.slab is not None
                 self.update_table(row)

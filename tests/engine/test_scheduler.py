@@ -36,7 +36,7 @@ class Line(Scheduler):
         """Compute the next chunk; which tokens of whom were in it."""
         done = []
         for part in self.next_parts():
-            row = self.computed(part)
+            row, _ = self.computed(part)
             done.append((row.request.id, part.first, part.first + part.n_tokens))
             if part.completes:
                 row.tokens.append(0)

@@ -59,6 +59,7 @@ class WatchedCache(PrefixCache):
         reservation = super().reserve(
             prompt, max_new_tokens=max_new_tokens, shared_tokens=shared_tokens
         )
+        self.ledger.settle()
         assert (reservation is not None) == expected
         if reservation is None:
             assert self.state() == before

@@ -411,7 +411,7 @@ def test_nothing_is_evicted_for_lent_slots_that_a_running_request_keeps(cache):
 def test_more_pages_than_a_request_holds_are_refused_and_none_is_taken(cache):
     free = cache.ledger.cold_free
     with pytest.raises(PoolExhausted, match="at most 72"):
-        cache.ledger.take_pages(ROW_PAGES + 1)
+        cache.ledger.take_pages(np.zeros(ROW_PAGES + 1, np.int32))
     assert cache.ledger.cold_free == free
     cache.check()
 
@@ -591,16 +591,35 @@ def test_the_check_finds_a_count_that_differs_from_the_device(cache):
 
 
 def test_pages_cannot_be_freed_twice(cache):
-    pages = cache.ledger.take_pages(3)
+    pages = np.zeros(3, np.int32)
+    cache.ledger.take_pages(pages)
     cache.ledger.free_pages(pages)
     with pytest.raises(PoolCorrupted, match="are free already"):
         cache.ledger.free_pages(pages[:1])
     cache.check()
 
 
+def test_pages_taken_and_freed_together_are_those_taken_and_freed_one_by_one(cache):
+    held = [np.zeros(n, np.int32) for n in (3, 5)]
+    for pages in held:
+        cache.ledger.take_pages(pages)
+    new = [np.full(n, -1, np.int32) for n in (4, 1, 30)]
+    with cache.ledger.together():
+        cache.ledger.take_pages(new[0])
+        cache.ledger.free_pages(held[0])
+        cache.ledger.take_pages(new[1])
+        cache.ledger.take_pages(new[2])
+        assert cache.ledger.cold_free == 40 - 8 - 35 + 3
+        assert np.all(new[0] == -1)
+    taken = np.concatenate([held[1], *new])
+    assert np.unique(taken).size == 40
+    cache.ledger.check_counts()
+    assert int(cache.ledger.pools.cold.n_free) == 0
+
+
 def test_more_pages_than_are_free_cannot_be_taken(cache):
     with pytest.raises(PoolExhausted, match="41 COLD pages were asked for and 40 are free"):
-        cache.ledger.take_pages(41)
+        cache.ledger.take_pages(np.zeros(41, np.int32))
     cache.check()
 
 
