@@ -76,6 +76,7 @@ def get_config(name: str = "headline") -> ConfigDict:
     elif name == "end_to_end":
         config.cells = (((16384,), 256),)
         config.engine.backend = "dense"
+        config.engine.prefill_decode_steps = 0
         config.backends = ("dense",)
         config.end_to_end_tokens = 144
         config.profile_steps = 32

@@ -146,12 +146,7 @@ def fill(engine: Engine, cell: Cell, *, suffix_tokens: int, new_tokens: int) -> 
     prefixes = [_text(length, vocabulary, length) for length in cell.prefixes] or [
         np.zeros(0, np.int32)
     ]
-    # One request computes each prefix first, as a cache that has seen it would hold it.
-    for prefix in prefixes:
-        if prefix.size:
-            _submit(engine, prefix, _text(next(_names), vocabulary, 1), 1)
-    while engine.has_work:
-        engine.prefill()
+    _cache_prefixes(engine, prefixes)
     for i in range(cell.batch):
         suffix = _text(10**6 + next(_names), vocabulary, suffix_tokens)
         _submit(engine, prefixes[i % len(prefixes)], suffix, new_tokens)
@@ -159,10 +154,20 @@ def fill(engine: Engine, cell: Cell, *, suffix_tokens: int, new_tokens: int) -> 
         engine.prefill()
 
 
+def _cache_prefixes(engine: Engine, prefixes: Sequence[np.ndarray]) -> None:
+    """One request computes each prefix, as a cache that has seen it would hold it."""
+    for prefix in prefixes:
+        if prefix.size:
+            _submit(engine, prefix, _text(next(_names), engine.model.vocabulary, 1), 1)
+    while engine.has_work:
+        engine.prefill()
+
+
 def empty(engine: Engine) -> None:
-    """End everything that runs."""
+    """End everything that runs, and forget what is cached."""
     for row in engine.scheduler.running:
         engine.abort(row.request.id)
+    engine.cache.drop_all()
 
 
 def _submit(engine: Engine, prefix: np.ndarray, suffix: np.ndarray, new_tokens: int) -> None:
@@ -273,6 +278,7 @@ def decode_grid(
 def end_to_end(engine: Engine, cell: Cell, suffix_tokens: int, tokens: int) -> dict[str, float]:
     """A burst of a cell's requests, its prefixes cached: prefill of the suffixes and decoding."""
     vocabulary = engine.model.vocabulary
+    _cache_prefixes(engine, [_text(n, vocabulary, n) for n in cell.prefixes])
     requests = []
     for i in range(cell.batch):
         length = cell.prefixes[i % len(cell.prefixes)] if cell.prefixes else 0

@@ -75,8 +75,7 @@ def retention(
     run leaves those of the rounds that it finished.
 
     Returns:
-      One row for each task, domain, method and retention, and of all retrieval tasks together; see
-      ``experiments.retention_statistics``.
+      The rows of ``experiments.retention_statistics.summarise``.
 
     Raises:
       ConfigError: the config is wrong; found out before anything is computed.

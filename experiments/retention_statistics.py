@@ -45,13 +45,18 @@ class Answer:
 
 
 def summarise(answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """One row for each task (and ``retrieval``), domain (and ``all``), method and retention:
-    ``contexts``, ``questions``, ``accuracy`` and ``nll`` with ``_low`` and ``_high``."""
+    """Figures of every method and retention.
+
+    Returns:
+      One row for each task, for all retrieval tasks together, and for those and perplexity in each
+      domain: ``task``, ``domain`` (or ``all``), ``method``, ``retention``, ``contexts``, ``questions``,
+      ``accuracy`` and ``nll`` with ``_low`` and ``_high``.
+    """
     cells: dict[tuple, list[Answer]] = collections.defaultdict(list)
     for answer in answers:
-        for task in _tasks(answer):
-            for domain in (answer.domain, "all"):
-                cells[task, domain, answer.method, answer.retention].append(answer)
+        tasks = _tasks(answer)
+        for task, domain in (*((task, "all") for task in tasks), (tasks[-1], answer.domain)):
+            cells[task, domain, answer.method, answer.retention].append(answer)
     names = ("task", "domain", "method", "retention")
     rows = []
     for place, found in cells.items():

@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 
 import numpy as np
+from jaxtyping import Array, Bool
 
 from kvgrain_jax.budgets.budget import BudgetPlan
 from kvgrain_jax.budgets.groups import HeadGroups
@@ -78,6 +79,7 @@ class Sequence:
       plans: what every head holds around each span, ``Sequence.spans`` in that order.
       span: the span that is computed next, or behind the last.
       done: tokens of it that are computed.
+      finite: for each chunk whether its scores are numbers, on the device.
       holding: its pages while it runs.
       decoding: whether everything is computed and the row decodes.
       first_token: when its first token was on the host, seconds of the run.
@@ -94,6 +96,7 @@ class Sequence:
     plans: list[SpanPlan] = dataclasses.field(default_factory=list)
     span: int = 0
     done: int = 0
+    finite: list[Bool[Array, ""]] = dataclasses.field(default_factory=list)
     holding: Holding | None = None
     decoding: bool = False
     first_token: float = 0.0
@@ -113,6 +116,13 @@ class Sequence:
     def n_shared(self) -> int:
         """Tokens of the shared prefix."""
         return self.prefix.n_tokens if self.prefix else 0
+
+    def computed(self, n: int, finite: Bool[Array, ""]) -> None:
+        """Note that the next ``n`` tokens are computed."""
+        self.done += n
+        self.finite.append(finite)
+        if self.done == self.plans[self.span].n_tokens:
+            self.span, self.done = self.span + 1, 0
 
     @property
     def growth(self) -> int:
@@ -248,7 +258,7 @@ class HeadScheduler:
         """A request gives its pages back and waits, first in line, to be computed again."""
         row = self.row(index)
         self._release(row)
-        row.decoding, row.plans, row.span, row.done = False, [], 0, 0
+        row.decoding, row.plans, row.span, row.done, row.finite = False, [], 0, 0, []
         self.rows[index] = None
         self.waiting.appendleft(row)
 

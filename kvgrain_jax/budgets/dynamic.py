@@ -25,7 +25,7 @@ from kvgrain_jax.budgets.groups import HeadGroups, group_pages
 from kvgrain_jax.budgets.pool import HeadKV
 from kvgrain_jax.budgets.turns import SpanPlan
 from kvgrain_jax.engine.model import Model
-from kvgrain_jax.errors import ConfigError
+from kvgrain_jax.errors import ConfigError, KVGrainError
 
 
 @dataclasses.dataclass
@@ -43,6 +43,17 @@ class ReclaimTimes:
     pages: int = 0
 
 
+@dataclasses.dataclass(eq=False)
+class _Dynamic(Sequence):
+    """A request whose ``plan`` keeps everything while it is computed.
+
+    Attributes:
+      target: the plan whose total all heads share afterwards.
+    """
+
+    target: BudgetPlan | None = None
+
+
 class DynamicEngine(HeadEngine):
     """The engine with budgets that each prompt decides on its own, after it was computed.
 
@@ -50,7 +61,7 @@ class DynamicEngine(HeadEngine):
       model: the language model.
       plan: its retention is what all heads together keep; how it shares that out is not used.
       groups: which heads share a page table.
-      config: as for ``HeadEngine``; conversations are not served.
+      config: as for ``HeadEngine``; conversations and pauses are not served.
 
     Attributes:
       times: what compressing and reclaiming took.
@@ -63,36 +74,43 @@ class DynamicEngine(HeadEngine):
         super().__init__(model, plan, groups, config)
         self.times = ReclaimTimes()
         self.kept: dict[str, Int[np.ndarray, "L K"]] = {}
-        self._targets: dict[str, BudgetPlan] = {}
 
     def _sequence(self, request, conversation: str | None, retention: float | None) -> Sequence:
         if conversation is not None:
             raise ConfigError("The dynamic baseline serves single requests, not conversations.")
         sequence = super()._sequence(request, conversation, retention)
-        self._targets[request.id] = sequence.plan
         whole = dataclasses.replace(sequence.plan, retention=1.0)
-        return dataclasses.replace(sequence, plan=whole)
+        return _Dynamic(request, whole, sequence.prompt, target=sequence.plan)
+
+    def preempt(self, request_id: str) -> None:
+        """Refused: what a request keeps depends on when it is compressed.
+
+        Raises:
+          KVGrainError: always.
+        """
+        raise KVGrainError("The dynamic baseline cannot compute a request again the same way.")
 
     def _selects(self, plan: SpanPlan, done: int) -> bool:
         # Nothing is dropped, but the last queries judge all tokens that are there.
         return self.config.scorer.by_queries and done == plan.n_tokens
 
     def _after_context(self, row: Sequence) -> None:
+        assert isinstance(row, _Dynamic)
         assert row.holding is not None
-        last = row.plans[-1]
-        n = row.n_context
+        assert row.target is not None
+        target, last, n = row.target, row.plans[-1], row.n_context
         jax.block_until_ready(self.ledger.kv.k)
         start = time.perf_counter()
         self.ledger.kv, kept = evict(
             self.ledger.kv,
             row.holding.table,
-            self._by_group(last.after),
+            self.device.by_group(last.after),
             jnp.int32(n),
-            jnp.int32(self._targets[row.request.id].total(n)),
+            jnp.int32(target.total(n)),
             groups=self.groups,
             page_size=self.config.page_size,
-            sinks=self.plan.sinks,
-            window=self.plan.window,
+            sinks=target.sinks,
+            window=target.window,
         )
         jax.block_until_ready(kept)
         evicted = time.perf_counter()

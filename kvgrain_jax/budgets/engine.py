@@ -10,26 +10,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvgrain_jax.budgets import decode
 from kvgrain_jax.budgets.admission import Conversation, HeadScheduler, Sequence
 from kvgrain_jax.budgets.budget import BudgetPlan
+from kvgrain_jax.budgets.device import HeadDevice
 from kvgrain_jax.budgets.engine_config import HeadEngineConfig
 from kvgrain_jax.budgets.groups import Footprint, HeadGroups
 from kvgrain_jax.budgets.ledger import HeadLedger
-from kvgrain_jax.budgets.prefill import PromptChunk, prefill_chunk
 from kvgrain_jax.budgets.prefix_store import PrefixStore
-from kvgrain_jax.budgets.shared import (
-    HeadRuns,
-    SharedPrefix,
-    SharedRows,
-    runs_of,
-    share_rows,
-    store_prefix,
-)
 from kvgrain_jax.budgets.turns import Span, SpanPlan
 from kvgrain_jax.engine import batch as batches
 from kvgrain_jax.engine.engine import TokenEvent
@@ -50,7 +40,7 @@ class HeadEngine:
 
     Attributes:
       model, plan, groups, config: as given.
-      ledger: the pool.
+      device: pool and batch.
       scheduler: waiting and running requests, conversations.
       prefixes: prefixes that requests share.
       metrics: what was measured so far.
@@ -74,18 +64,17 @@ class HeadEngine:
                 )
         self.model, self.plan, self.groups, self.config = model, plan, groups, config
         self.max_context = min(config.max_context or model.max_context, model.max_context)
-        geometry = config.geometry(model, groups)
-        width = -(-self.max_context // geometry.page_size)
-        self.ledger = HeadLedger(geometry, n_groups=groups.n_groups, width=width)
+        self.device = HeadDevice(model, plan, groups, config, self.max_context)
         self.scheduler = HeadScheduler(
             self.ledger, groups, policy=config.turns, max_rows=config.max_batch
         )
         self.prefixes = PrefixStore(self.ledger)
-        self._shared: tuple[list[SharedPrefix | None], SharedRows] | None = None
-        self._splits = config.splits(plan, groups, self.max_context)
-        self._batch = decode.init(config.max_batch, width, groups)
-        self._start = time.perf_counter()
         self._begin()
+
+    @property
+    def ledger(self) -> HeadLedger:
+        """The pool."""
+        return self.device.ledger
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -152,7 +141,7 @@ class HeadEngine:
         if index is None:
             self.scheduler.withdraw(request_id)
         else:
-            self._batch = decode.deactivate(self._batch, jnp.int32(index))
+            self.device.deactivate(index)
             self.scheduler.drop(index)
 
     def preempt(self, request_id: str) -> None:
@@ -164,7 +153,7 @@ class HeadEngine:
         index = self.scheduler.find(request_id)
         if index is None:
             raise RequestError(f"Request {request_id} does not run, so it holds nothing.")
-        self._batch = decode.deactivate(self._batch, jnp.int32(index))
+        self.device.deactivate(index)
         self.scheduler.preempt(index)
 
     def end_conversation(self, name: str) -> None:
@@ -247,67 +236,32 @@ class HeadEngine:
         if index is None:
             return
         row = self.scheduler.row(index)
-        token, finite = self._compute_chunk(row)
-        self._finite.setdefault(row.request.id, []).append(finite)
+        n = self.device.chunk_size(row)
+        selects = self._selects(row.plans[row.span], row.done + n)
+        token, finite = self.device.compute_chunk(row, selects=selects)
+        row.computed(n, finite)
         if row.span < len(row.plans):
             return
-        if not all(bool(flag) for flag in self._finite.pop(row.request.id)):
+        if not all(bool(flag) for flag in row.finite):
             self._fail(index)
             raise KVGrainError(
                 f"Request {row.request.id}: scores of its tokens are NaN, so none could be chosen; "
                 "its keys, queries or weights are not finite."
             )
         if row.fills:
-            self._store(index, row.fills)
+            self.device.store_prefix(row, row.fills)
+            self.scheduler.drop(index)  # the pages it was computed in
             return
         self._after_context(row)
         row.decoding = True
         if row.tokens:  # it was pre-empted: what follows its context is known
-            self._activate(index)
+            self.device.activate(index, row)
             return
         row.first_token = self.now
         row.tokens = [int(token[0])]
         yield from self._give(index, row.tokens)
         if not row.finish_reason:
-            self._activate(index)
-
-    def _compute_chunk(self, row: Sequence) -> tuple[jax.Array, jax.Array]:
-        """Compute the next chunk of a request's context; its row moves on."""
-        assert row.holding is not None
-        span, plan = row.spans[row.span], row.plans[row.span]
-        n = min(self.config.chunk_tokens, plan.n_tokens - row.done)
-        size = next(size for size in self.config.chunk_buckets if size >= n)
-        tokens = np.zeros(size, np.int32)
-        tokens[:n] = span.tokens[row.done : row.done + n]
-        floors = self.config.floors
-        before, after = plan.held(row.done, floors), plan.held(row.done + n, floors)
-        self.ledger.kv, token, finite = prefill_chunk(
-            self.model.params,
-            self.ledger.kv,
-            row.holding.table,
-            self._by_group(before),
-            self._by_group(after),
-            PromptChunk(
-                tokens=jnp.asarray(tokens),
-                first=jnp.int32(plan.first + row.done),
-                n_tokens=jnp.int32(n),
-                keep_before=jnp.int32(plan.keep_before),
-                window=jnp.int32(plan.window),
-            ),
-            self._row_of(row),
-            self._runs(row.prefix),
-            step=self.model.step,
-            groups=self.groups,
-            scorer=self.config.scorer,
-            page_size=self.config.page_size,
-            selects=self._selects(plan, row.done + n),
-            shrinks=plan.shrinks,
-            max_context=self.max_context,
-        )
-        row.done += n
-        if row.done == plan.n_tokens:
-            row.span, row.done = row.span + 1, 0
-        return token, finite
+            self.device.activate(index, row)
 
     def _selects(self, plan: SpanPlan, done: int) -> bool:
         """Whether tokens are scored and chosen in the chunk that ends after ``done`` tokens."""
@@ -324,64 +278,14 @@ class HeadEngine:
         busy = len(rows) < len(self.scheduler.running)
         n_steps = self.config.prefill_decode_steps if busy else self.config.decode_steps
         quota = 1 if self.scheduler.waiting else n_rows
-        self.ledger.kv, self._batch, trace = decode.decode_loop(
-            self.model.params,
-            self.ledger.kv,
-            self._batch,
-            jnp.int32(n_steps),
-            jnp.int32(quota),
-            self._share_rows(n_rows),
-            step=self.model.step,
-            n_rows=n_rows,
-            max_steps=self.config.decode_steps,
-            groups=self.groups,
-            splits=self._splits,
-            scorer=self.config.scorer,
-            page_size=self.config.page_size,
+        tokens = self.device.decode(
+            self.scheduler.rows, n_rows=n_rows, n_steps=n_steps, max_finished=quota
         )
-        tokens = np.asarray(trace.tokens)[: int(trace.n_steps)]
         for index in rows:
             new = [int(token) for token in tokens[:, index] if token >= 0]
             if new:
                 self.scheduler.row(index).tokens += new
                 yield from self._give(index, new)
-
-    # -- shared prefixes -------------------------------------------------------------------------
-
-    def _runs(self, prefix: SharedPrefix | None) -> HeadRuns | None:
-        if not self.ledger.geometry.n_hot_pages:
-            return None
-        return runs_of(prefix, self.model.n_layers, self.model.n_kv_heads)
-
-    def _share_rows(self, n_rows: int) -> SharedRows | None:
-        """The shared part of the batch, made anew only when its rows have changed."""
-        if not self.ledger.geometry.n_hot_pages:
-            return None
-        prefixes = [row.prefix if row and row.decoding else None for row in self.scheduler.rows]
-        prefixes = prefixes[:n_rows]
-        if self._shared is None or self._shared[0] != prefixes:
-            plan = share_rows(
-                prefixes,
-                n_layers=self.model.n_layers,
-                n_kv_heads=self.model.n_kv_heads,
-                n_rows_of_slabs=self.ledger.geometry.n_hot_rows,
-            )
-            self._shared = prefixes, plan
-        return self._shared[1]
-
-    def _store(self, index: int, prefix: SharedPrefix) -> None:
-        """Move a computed prefix into its slab; the pages it was computed in are free again."""
-        row = self.scheduler.row(index)
-        assert row.holding is not None
-        self.ledger.kv = store_prefix(
-            self.ledger.kv,
-            row.holding.table,
-            self._by_group(prefix.lengths),
-            self._by_group(prefix.starts),
-            page_size=self.config.page_size,
-        )
-        prefix.ready = True
-        self.scheduler.drop(index)
 
     def _fail(self, index: int) -> None:
         """End a request that cannot go on, and with a prefix all requests that wait for it."""
@@ -391,32 +295,6 @@ class HeadEngine:
             for row in [row for row in self.scheduler.waiting if row.prefix is prefix]:
                 self.scheduler.withdraw(row.request.id)
             self.prefixes.drop(prefix)
-
-    # -- rows ------------------------------------------------------------------------------------
-
-    def _activate(self, index: int) -> None:
-        """A row whose context is computed decodes from now on."""
-        row = self.scheduler.row(index)
-        assert row.holding is not None
-        state = dataclasses.replace(
-            self._row_of(row),
-            tokens=jnp.asarray(row.tokens[-1:], jnp.int32),
-            lengths=jnp.asarray([row.n_context], jnp.int32),
-            active=jnp.ones(1, bool),
-            remaining=jnp.asarray([row.request.max_new_tokens - len(row.tokens)], jnp.int32),
-            n_generated=jnp.asarray([len(row.tokens)], jnp.int32),
-        )
-        lengths = self._by_group(row.plans[-1].after)
-        new = decode.HeadBatch(state, row.holding.table[None], lengths[None])
-        self._batch = decode.set_row(self._batch, jnp.int32(index), new)
-
-    def _row_of(self, row: Sequence) -> batches.Batch:
-        """Sampling parameters of a request, a batch of one."""
-        entry = (0, row.request, np.zeros(0, np.int32))
-        return batches.rows_of([entry], n_rows=1, n_pages=1, capacity=1)[1]
-
-    def _by_group(self, values: np.ndarray) -> jax.Array:
-        return jnp.asarray(self.groups.by_group(values), jnp.int32)
 
     def _give(self, index: int, new: list[int]) -> Iterator[TokenEvent]:
         """Hand out new tokens of a row; a finished one leaves the batch."""
@@ -445,7 +323,6 @@ class HeadEngine:
         bytes_per_token *= jnp.dtype(self.config.kv_dtype).itemsize
         self.metrics = RunMetrics(kv_bytes_per_token=bytes_per_token)
         self._start = time.perf_counter()
-        self._finite: dict[str, list[jax.Array]] = {}
 
     def _sequence(
         self, request: Request, conversation: str | None, retention: float | None

@@ -45,8 +45,8 @@ class EngineConfig:
       chunk_buckets: sizes the prefill is compiled for, ascending; ``(chunk_tokens,)`` where empty.
       chunk_requests: requests in one prefill call at most.
       decode_steps: decode steps between two looks of the host.
-      prefill_decode_steps: the same while prompts are still to be computed; at most
-        ``decode_steps``.
+      prefill_decode_steps: the same while prompts are still to be computed, at most
+        ``decode_steps``; 0 computes all prompts first.
       max_slabs: live HOT slabs at most.
       max_segments: segments of one batch at most; pieces of prefixes beyond are read by pages.
       max_pieces: contiguous pieces of one request that a prefill reads as such.
@@ -96,17 +96,16 @@ class EngineConfig:
             "chunk_tokens",
             "chunk_requests",
             "decode_steps",
-            "prefill_decode_steps",
             "max_slabs",
             "max_segments",
             "max_pieces",
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give at least 1.")
-        if self.prefill_decode_steps > self.decode_steps:
+        if not 0 <= self.prefill_decode_steps <= self.decode_steps:
             raise ConfigError(
-                f"prefill_decode_steps is {self.prefill_decode_steps}, more than the "
-                f"{self.decode_steps} of decode_steps."
+                f"prefill_decode_steps is {self.prefill_decode_steps}; give a number from 0 to "
+                f"decode_steps, {self.decode_steps}."
             )
         if self.max_context is not None and self.max_context < 1:
             raise ConfigError(f"max_context is {self.max_context}; give at least 1.")

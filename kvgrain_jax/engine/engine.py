@@ -104,6 +104,7 @@ class Engine:
         self._batch = self._ranks.whole(batches.init(config.max_batch, row_pages))
         self._params = model.params
         self._plan: BatchPlan | None = None
+        self._unread: tuple[list[Row | None], jax.Array] | None = None
         self._start = time.perf_counter()
 
     # -- requests --------------------------------------------------------------------------------
@@ -317,7 +318,13 @@ class Engine:
         prefill = self._launch_prefill()
         decode = self._launch_decode()
         left: list[int] = []  # rows that have ended
-        yield from self._wait_prefill(prefill, left)
+        # Without a decode loop behind it a chunk is read when the next one has been launched, so
+        # that the device goes from chunk to chunk while the host packs.
+        unread, self._unread = [self._unread, prefill], None
+        if decode is None:
+            self._unread = unread.pop()
+        for chunk in unread:
+            yield from self._wait_prefill(chunk, left)
         if decode:
             yield from self._wait_decode(decode, left)
         self._leave(left)
@@ -346,11 +353,12 @@ class Engine:
         if admission.new or admission.moved:
             self._plan = None
 
-    def _launch_prefill(self) -> tuple[list[Row], jax.Array] | None:
+    def _launch_prefill(self) -> tuple[list[Row | None], jax.Array] | None:
         """Start the next chunk; prompts that it completes decode from now on.
 
         Returns:
-          The rows whose prompts it computes, and for each its first token if the prompt is complete.
+          For each part of a prompt in it the row, if the prompt is then complete, and its first
+          token.
         """
         parts = self.scheduler.next_parts()
         if not parts:
@@ -358,11 +366,11 @@ class Engine:
         used = sum(part.n_tokens for part in parts)
         size = next(size for size in self.config.chunk_buckets if size >= used)
         tokens = self._launch_chunk(parts, size)
-        rows = []
+        rows: list[Row | None] = []
         with self.cache.ledger.together():
             for part in parts:
                 row, moved = self.scheduler.computed(part)
-                rows.append(row)
+                rows.append(row if part.completes else None)
                 if moved:
                     self._set_pages(part.row)
                 if part.completes:
@@ -370,14 +378,14 @@ class Engine:
         return rows, tokens
 
     def _wait_prefill(
-        self, prefill: tuple[list[Row], jax.Array] | None, left: list[int]
+        self, prefill: tuple[list[Row | None], jax.Array] | None, left: list[int]
     ) -> Iterator[TokenEvent]:
         """Wait for the chunk; hand out the first tokens of the prompts that it completed."""
         if prefill is None:
             return
         rows, tokens = prefill
         for row, token in zip(rows, np.asarray(tokens), strict=False):
-            if row.decoding:
+            if row and row in self.scheduler.rows:  # it may have been aborted meanwhile
                 row.first_token = self.now
                 yield self._give(self.scheduler.rows.index(row), [int(token)], left)
 
@@ -402,6 +410,8 @@ class Engine:
             more_prompts = n_active < len(self.scheduler.running)
             config = self.config
             n_steps = config.prefill_decode_steps if more_prompts else config.decode_steps
+        if not n_steps:
+            return None
         return self._launch_loop(n_rows, plan, n_steps)
 
     def _wait_decode(self, decoding: "_Decoding", left: list[int]) -> Iterator[TokenEvent]:

@@ -13,6 +13,8 @@ import numpy as np
 
 from kvgrain_jax import Model
 
+PAD_TO = 16
+
 
 @dataclasses.dataclass
 class Token:
@@ -78,7 +80,8 @@ class HeadLists:
         self.n_tokens += len(tokens)
 
         def attend(cache, layer, q, k, v):
-            q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+            padded = q.shape
+            q, k, v = (np.asarray(x, np.float64)[: len(tokens)] for x in (q, k, v))
             n_heads = k.shape[1]
             grouped = q.reshape(len(q), n_heads, -1, q.shape[-1])
             out = np.zeros_like(grouped)
@@ -101,16 +104,17 @@ class HeadLists:
                     both.sort(key=lambda t: (-t.score, t.position))
                     both = both[: targets[layer, head]]
                 self.tokens[layer, head] = both
-            return jnp.asarray(out.reshape(q.shape), jnp.float32), cache
+            whole = np.zeros(padded, np.float32)
+            whole[: len(tokens)] = out.reshape(q.shape)
+            return jnp.asarray(whole), cache
 
+        # Padded, so that few shapes are compiled.
+        given = np.zeros((2, -(-len(tokens) // PAD_TO) * PAD_TO), np.int32)
+        given[:, : len(tokens)] = tokens, positions
         logits, _ = self.model.step(
-            self.model.params,
-            jnp.asarray(tokens, jnp.int32),
-            jnp.asarray(positions, jnp.int32),
-            None,
-            attend,
+            self.model.params, jnp.asarray(given[0]), jnp.asarray(given[1]), None, attend
         )
-        return np.asarray(logits)[-1]
+        return np.asarray(logits)[len(tokens) - 1]
 
     def generate(self, logits: np.ndarray, n: int) -> tuple[int, ...]:
         """The next ``n`` most likely tokens; all but the last are fed and kept."""

@@ -21,7 +21,13 @@ INFINITY = float("inf")
 def candidates(draw):
     """Scores with ties and infinities, positions in any order, some of them padding."""
     n = 12
-    scores = draw(st.lists(st.sampled_from([-INFINITY, -2.5, -0.0, 0.0, 1e-30, 3.0, INFINITY]), min_size=n, max_size=n))
+    scores = draw(
+        st.lists(
+            st.sampled_from([-INFINITY, -2.5, -0.0, 0.0, 1e-30, 3.0, INFINITY]),
+            min_size=n,
+            max_size=n,
+        )
+    )
     positions = draw(st.permutations(range(n)))
     padding = draw(st.lists(st.booleans(), min_size=n, max_size=n))
     budget = draw(st.integers(0, n))

@@ -18,8 +18,9 @@ from tiny_head_engine import (
     text,
 )
 
-from kvgrain_jax import ConfigError
+from kvgrain_jax import ConfigError, KVGrainError
 from kvgrain_jax.budgets.dynamic import DynamicEngine
+from kvgrain_jax.budgets.ledger import HeadLedger
 
 PROMPT = text(1, 53)
 NEW = 9
@@ -41,7 +42,13 @@ def test_all_heads_compete_for_the_places_of_the_retention():
     lists = HeadLists(MODEL, key_norm)
     logits = lists.feed(PROMPT)
     every = [
-        (-np.inf if t.position < SINKS or t.position >= PROMPT.size - WINDOW else np.linalg.norm(t.k), at, t)
+        (
+            -np.inf
+            if t.position < SINKS or t.position >= PROMPT.size - WINDOW
+            else np.linalg.norm(t.k),
+            at,
+            t,
+        )
         for at, tokens_of_head in sorted(lists.tokens.items())
         for t in tokens_of_head
     ]
@@ -82,13 +89,18 @@ def test_retention_1_gives_back_nothing_and_says_what_the_plain_model_says():
     assert engine.times.pages == 0
 
 
-def test_static_budgets_have_no_time_of_reclaim_to_measure():
-    engine = make_engine(0.4)
-    counts = []
-    release = engine.ledger.release
-    engine.ledger.release = lambda table, n: counts.append(engine.has_work) or release(table, n)
-    serve(engine, [ask("r", PROMPT, NEW)])
-    assert len(counts) == 1  # once, at the end
+def test_static_budgets_give_pages_back_once_at_the_end(monkeypatch):
+    calls = []
+    release = HeadLedger.release
+
+    def counted(ledger, table, n_pages):
+        calls.append(n_pages)
+        release(ledger, table, n_pages)
+
+    monkeypatch.setattr(HeadLedger, "release", counted)
+    engine, request = make_engine(0.4), ask("r", PROMPT, NEW)
+    serve(engine, [request])
+    assert calls == [engine.footprint(request).pages]
 
 
 def test_conversations_are_refused():
@@ -101,3 +113,10 @@ def test_request_retention_is_that_of_all_heads():
     engine.submit(ask("r", PROMPT, 1), retention=0.3)
     serve(engine)
     assert engine.kept["r"].sum() == budgets(0.3).total(PROMPT.size)
+
+
+def test_pauses_are_refused():
+    engine = make(0.4)
+    engine.submit(ask("r", PROMPT))
+    with pytest.raises(KVGrainError, match="cannot compute a request again"):
+        engine.preempt("r")

@@ -12,6 +12,7 @@ from tiny_head_engine import MODEL, ask, collect, make_engine, serve, text
 from kvgrain_jax.budgets import decode
 from kvgrain_jax.budgets.engine import HeadEngine
 from kvgrain_jax.budgets.prefill import PromptChunk, prefill_chunk
+from kvgrain_jax.budgets.shared import share_rows
 
 N_ROWS, MAX_STEPS = 3, 4
 
@@ -28,7 +29,7 @@ def engine() -> HeadEngine:
 
 
 def loop_arguments(engine: HeadEngine):
-    args = (MODEL.params, engine.ledger.kv, engine._batch, jnp.int32(4), jnp.int32(N_ROWS))
+    args = (MODEL.params, engine.ledger.kv, engine.device.batch, jnp.int32(4), jnp.int32(N_ROWS))
     static = {
         "step": MODEL.step,
         "n_rows": N_ROWS,
@@ -45,11 +46,19 @@ def chunk_arguments(engine: HeadEngine):
     row = engine.scheduler.row(0)
     assert row.holding is not None
     tokens = jnp.zeros(engine.config.chunk_tokens, jnp.int32)
-    lengths = engine._by_group(row.plans[0].after)
+    lengths = engine.device.by_group(row.plans[0].after)
     one, two = jnp.int32(1), jnp.int32(2)
     chunk = PromptChunk(tokens, first=jnp.int32(30), n_tokens=two, keep_before=two, window=one)
     table = row.holding.table
-    args = (MODEL.params, engine.ledger.kv, table, lengths, lengths, chunk, engine._row_of(row))
+    args = (
+        MODEL.params,
+        engine.ledger.kv,
+        table,
+        lengths,
+        lengths,
+        chunk,
+        engine.device._row_of(row),
+    )
     static = {
         "step": MODEL.step,
         "groups": engine.groups,
@@ -60,6 +69,12 @@ def chunk_arguments(engine: HeadEngine):
         "max_context": engine.max_context,
     }
     return args, static
+
+
+def shared_loop_arguments(engine: HeadEngine):
+    args, static = loop_arguments(engine)
+    share = {"n_layers": MODEL.n_layers, "n_kv_heads": MODEL.n_kv_heads, "n_rows_of_slabs": 640}
+    return (*args, share_rows([None] * N_ROWS, **share)), static
 
 
 def pool_sized(function, args, static, donated: tuple[int, ...], n_elements: int) -> list[str]:
@@ -84,8 +99,12 @@ def pool_sized(function, args, static, donated: tuple[int, ...], n_elements: int
 
 @pytest.mark.parametrize(
     ("function", "arguments", "donated"),
-    [(decode.decode_loop, loop_arguments, (1, 2)), (prefill_chunk, chunk_arguments, (1,))],
-    ids=["decode", "prefill"],
+    [
+        (decode.decode_loop, loop_arguments, (1, 2)),
+        (decode.decode_loop, shared_loop_arguments, (1, 2)),
+        (prefill_chunk, chunk_arguments, (1,)),
+    ],
+    ids=["decode", "decode with shared prefixes", "prefill"],
 )
 def test_optimised_program_holds_no_copy_of_a_pool_sized_array(
     engine, function, arguments, donated

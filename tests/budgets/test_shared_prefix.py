@@ -1,6 +1,7 @@
 """Both axes at once: a prefix is compressed once, and all its sharers read the same survivors."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +26,7 @@ from kvgrain_jax.budgets.shared import slab_layout
 
 # Distinct tokens: rotation keeps norms, so one token twice would be a tie up to rounding.
 PREFIX, OTHER = (np.random.default_rng(i).permutation(96)[:n] for i, n in ((1, 41), (2, 29)))
-HOT = {"hot_bytes": 160 * 4 * 2 * VECTOR_BYTES, "slab_align": 8}
+HOT: dict[str, Any] = {"hot_bytes": 160 * 4 * 2 * VECTOR_BYTES, "slab_align": 8}
 NEW = 6
 
 
@@ -92,7 +93,9 @@ def test_prefix_is_stored_once_whatever_the_number_of_sharers(served):
 def test_survivors_of_a_head_lie_one_behind_the_other(served):
     engine, _ = served
     positions = np.asarray(engine.ledger.kv.positions).reshape(-1)
-    for prefix, text_ in zip(engine.prefixes.prefixes.values(), (OTHER, PREFIX), strict=True):  # by last use
+    for prefix, text_ in zip(
+        engine.prefixes.prefixes.values(), (OTHER, PREFIX), strict=True
+    ):  # by last use
         budget = budgets(0.4).budgets(text_.size)
         for at in np.ndindex(budget.shape):
             run = positions[prefix.starts[at] :][: budget[at]]

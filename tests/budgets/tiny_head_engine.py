@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,7 @@ def make_engine(
     model=MODEL,
     **options,
 ) -> HeadEngine:
-    shape = {
+    shape: dict[str, Any] = {
         "pool_bytes": 600 * 4 * 2 * VECTOR_BYTES,
         "page_size": 4,
         "scorer": ChunkScorer("key_norm"),
@@ -138,9 +139,7 @@ def held_tokens(engine: HeadEngine, index: int = 0) -> dict[tuple[int, int], dic
     found = {}
     for layer, head in np.ndindex(held.shape):
         group, column = groups.group_of[layer, head], groups.place_of[layer, head]
-        places = np.arange(held[layer, head])
+        places = np.arange(int(held[layer, head]))
         slots = table[group][places // page] * page + places % page
-        found[layer, head] = {
-            int(positions[slot, column]): vectors[slot, column] for slot in slots
-        }
+        found[layer, head] = {int(positions[slot, column]): vectors[slot, column] for slot in slots}
     return found
