@@ -1,5 +1,6 @@
 # make demo    four agents on a real model, three systems, on the CPU
 # make test    what CI runs: ruff, pyright, pytest
+# make test-all    the same with the slow tests: every smoke variant of the paper tables
 # make test-gpu    the kernels' tests without interpretation, on a machine with a GPU
 # Each of the first two sets up what it needs in .venv; PYTHON=/path/to/python chooses the interpreter.
 
@@ -7,7 +8,7 @@ PY := .venv/bin/python
 PYTHON_GPU ?= python3
 PYTEST_ARGS ?= --numprocesses=2 --dist=loadfile
 
-.PHONY: demo test lint test-only test-gpu clean
+.PHONY: demo test lint test-only test-all test-gpu clean
 
 demo: .venv/run.stamp
 	$(PY) -m experiments.serve --config=configs/demo.py
@@ -21,6 +22,9 @@ lint: .venv/dev.stamp
 
 test-only: .venv/dev.stamp
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+test-all: .venv/dev.stamp
+	$(PY) -m pytest -m "" $(PYTEST_ARGS)
 
 test-gpu:
 	$(PYTHON_GPU) -m pytest -o addopts= tests/kernels

@@ -1,6 +1,11 @@
-"""Picture of a decode grid: enters the rows of a result, leaves a PNG."""
+"""Picture of a decode grid: enters the rows of results, leaves a PNG.
 
+python -m experiments.decode_grid_picture RESULT.json [RESULT.json ...] OUT.png
+"""
+
+import json
 import pathlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,61 +16,63 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 STYLES = {
-    "auto": ("black", "o", "-"),
-    "dense": ("tab:blue", "s", "--"),
-    "cascade": ("tab:orange", "^", "--"),
-    "paged": ("tab:red", "v", ":"),
-    "roofline": ("gray", "", "-."),
-    "peer": ("tab:green", "x", "-"),
+    "auto": ("black", "o"),
+    "dense": ("tab:blue", "s"),
+    "cascade": ("tab:orange", "^"),
+    "paged": ("tab:red", "v"),
+    "roofline": ("gray", "|"),
+    "peer": ("tab:green", "x"),
 }
 
 
 def draw(rows: Sequence[dict[str, Any]], path: pathlib.Path, title: str) -> pathlib.Path:
-    """Draws milliseconds a step against the prefix, one panel for each batch size.
+    """Draws a line for each cell, with a mark for each backend, the roofline and the peer.
 
     Args:
       rows: as ``decode_grid`` returns them.
       path: of the PNG.
       title: over the picture.
     """
-    batches = sorted({row["batch"] for row in rows})
-    figure, axes = plt.subplots(
-        1,
-        len(batches),
-        figsize=(max(4.5, 3.2 * len(batches)), 3.6),
-        squeeze=False,
-        layout="constrained",
-    )
-    for axis, batch in zip(axes[0], batches, strict=True):
-        here = [row for row in rows if row["batch"] == batch]
-        lines: dict[str, dict[int, float]] = {}
-        for row in here:
-            tokens = sum(row["prefixes"])
-            lines.setdefault(row["backend"], {})[tokens] = row["step_ms"]
-            if "roofline_ms" in row:
-                lines.setdefault("roofline", {})[tokens] = row["roofline_ms"]
-            if row["peer_ms"]:
-                lines.setdefault("peer", {})[tokens] = row["peer_ms"]
-        for name, points in lines.items():
-            color, marker, style = STYLES.get(name, ("tab:purple", "d", "--"))
-            xs = sorted(points)
-            axis.plot(
-                [max(x, 64) for x in xs],  # no prefix is drawn at the left edge
-                [points[x] for x in xs],
-                color=color,
-                marker=marker,
-                linestyle=style,
-                label=name,
-                markersize=5,
-            )
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set_title(f"B = {batch}")
-        axis.set_xlabel("prefix tokens")
-        axis.grid(alpha=0.3, which="both")
-    axes[0][0].set_ylabel("one decode step, ms")
-    axes[0][-1].legend(fontsize=8)
-    figure.suptitle(title)
+    order = sorted(rows, key=lambda row: (-row["batch"], -sum(row["prefixes"])))
+    cells = list(dict.fromkeys(row["cell"] for row in order))
+    figure, axis = plt.subplots(figsize=(8, 1.4 + 0.3 * len(cells)), layout="constrained")
+    marks: dict[str, list[tuple[float, int]]] = {}
+    for row in rows:
+        place = cells.index(row["cell"])
+        marks.setdefault(row["backend"], []).append((row["step_ms"], place))
+        for name, field in (("roofline", "roofline_ms"), ("peer", "peer_ms")):
+            if row.get(field):
+                marks.setdefault(name, []).append((row[field], place))
+    for name, points in marks.items():
+        color, marker = STYLES.get(name, ("tab:purple", "d"))
+        xs, ys = zip(*points, strict=True)
+        size = 160 if marker == "|" else 36
+        axis.scatter(xs, ys, s=size, color=color, marker=marker, label=name, zorder=3)
+    axis.set_yticks(range(len(cells)), cells)
+    axis.set_xscale("log")
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter("{x:g}")
+    axis.tick_params(axis="x", which="minor", labelsize=7)
+    axis.set_xlabel("one decode step, ms")
+    axis.grid(alpha=0.3, which="both", axis="x")
+    axis.grid(alpha=0.3, axis="y")
+    axis.legend(fontsize=8)
+    axis.set_title(title)
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path
+
+
+def main(paths: Sequence[str]) -> None:
+    """Draws the rows of several results; of a cell that comes twice the later ones count."""
+    cells: dict[tuple[str, str], dict[str, Any]] = {}
+    title = ""
+    for path in paths[:-1]:
+        result = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        title = f"{result['config']['model']}, {result['device']['kind']}"
+        cells |= {(row["cell"], row["backend"]): row for row in result["rows"]}
+    draw(list(cells.values()), pathlib.Path(paths[-1]), title)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

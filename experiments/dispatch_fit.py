@@ -110,8 +110,11 @@ class Bench:
         return (loop.device_microseconds() if on_gpu else None) or loop.microseconds(5)
 
     def _compile(self, rows: int, backend: str) -> TimedLoop:
-        def step(turn: int, q, k, v, plan: DecodePlan, pages, lengths):
+        _, tree = jax.tree.flatten(self._plan(rows, 0))
+
+        def step(turn: int, q, k, v, pages, lengths, *leaves):
             del turn
+            plan: DecodePlan = jax.tree.unflatten(tree, leaves)
             return decode_attention(
                 q,
                 k,
@@ -131,10 +134,6 @@ class Bench:
 
     def _args(self, rows: int, prefix: int, own: int) -> Sequence[Any]:
         heads = self.shape.n_kv_heads * self.shape.group
-        segments = [Segment(0, prefix, 0, rows)] if prefix else []
-        plan = make_plan(
-            segments, n_rows=rows, n_slots=self.n_slots, max_segments=2, kernels=self.kernels
-        )
         # Pages before the row's own are not read by the prefix passes.
         pages = np.zeros((rows, max(self.config["prefix_tokens"]) + self.own.shape[1]), np.int32)
         pages[:, prefix : prefix + own] = self.own[:rows, :own]
@@ -142,9 +141,15 @@ class Bench:
             normal(0, (rows, heads, self.shape.head_dim), self.config["dtype"]),
             self.k,
             self.v,
-            plan,
             jnp.asarray(pages),
             jnp.full(rows, prefix + own, jnp.int32),
+            *jax.tree.leaves(self._plan(rows, prefix)),
+        )
+
+    def _plan(self, rows: int, prefix: int) -> DecodePlan:
+        segments = [Segment(0, prefix, 0, rows)] if prefix else []
+        return make_plan(
+            segments, n_rows=rows, n_slots=self.n_slots, max_segments=2, kernels=self.kernels
         )
 
 

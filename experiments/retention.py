@@ -218,7 +218,7 @@ def _tables(rows: list[dict[str, Any]], config: Mapping[str, Any]):
     shares = [share for share in config["retentions"] if share < 1]
     for task, key, title, form in (
         ("retrieval", "accuracy", "questions answered right, all retrieval tasks", ".2f"),
-        ("perplexity", "nll", "nats a token of real text", ".3f"),
+        ("perplexity", "nll_added", "nats a token of real text, more than the full cache", ".3f"),
     ):
         found = {
             (row["method"], row["retention"]): row
@@ -227,9 +227,8 @@ def _tables(rows: list[dict[str, Any]], config: Mapping[str, Any]):
         }
         if not found:
             continue
-        full = found[FULL, 1.0]
         yield report.table(
-            f"{config['model']}: {title}; full cache {full[key]:{form}}",
+            f"{config['model']}: {title} (full cache {found[FULL, 1.0][key]:{form}})",
             ["method", *(f"{share:g} kept" for share in shares)],
             [
                 [

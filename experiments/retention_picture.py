@@ -65,7 +65,7 @@ def draw_retention(
 
 
 def _panel(axis: Axes, task: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    figure = "nll" if task == PERPLEXITY else "accuracy"
+    figure = "nll_added" if task == PERPLEXITY else "accuracy"
     for row in rows:
         if row["method"] == FULL:
             axis.axhline(row[figure], color="black", linewidth=1, linestyle=(0, (1, 2)))
@@ -101,7 +101,9 @@ def _panel(axis: Axes, task: str, rows: Sequence[Mapping[str, Any]]) -> None:
         loc="left",
     )
     axis.set_xlabel("retention")
-    axis.set_ylabel("nats a token" if task == PERPLEXITY else "answered right")
+    axis.set_ylabel(
+        "nats a token more than the full cache" if task == PERPLEXITY else "answered right"
+    )
     if task != PERPLEXITY:
         axis.set_ylim(-0.03, 1.03)
     axis.spines[["top", "right"]].set_visible(False)

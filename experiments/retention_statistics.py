@@ -50,8 +50,10 @@ def summarise(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     Returns:
       One row for each task, for all retrieval tasks together, and for those and perplexity in each
       domain: ``task``, ``domain`` (or ``all``), ``method``, ``retention``, ``contexts``, ``questions``,
-      ``accuracy`` and ``nll`` with ``_low`` and ``_high``.
+      and, with ``_low`` and ``_high``, ``accuracy``, ``nll`` and ``nll_added``, which is ``nll`` less that of the full
+      cache on the same context.
     """
+    full = {_context(answer): answer.nll for answer in answers if answer.method == FULL}
     cells: dict[tuple, list[Answer]] = collections.defaultdict(list)
     for answer in answers:
         tasks = _tasks(answer)
@@ -64,6 +66,8 @@ def summarise(answers: Sequence[Answer]) -> list[dict[str, Any]]:
         row |= {"contexts": len(found), "questions": sum(answer.questions for answer in found)}
         for figure in FIGURES:
             row |= _interval(figure, found, [getattr(answer, figure) for answer in found])
+        added = [answer.nll - full[_context(answer)] for answer in found]
+        row |= _interval("nll_added", found, added)
         rows.append(row)
     return rows
 
@@ -77,15 +81,14 @@ def compare(answers: Sequence[Answer], pairs: Sequence[tuple[str, str]]) -> list
     """
     by_method: dict[str, dict[tuple, Answer]] = collections.defaultdict(dict)
     for answer in answers:
-        context = (answer.retention, answer.task, answer.domain, answer.seed)
-        by_method[answer.method][context] = answer
+        by_method[answer.method][answer.retention, _context(answer)] = answer
     rows = []
     for a, b in pairs:
         cells: dict[tuple, list[tuple[Answer, Answer]]] = collections.defaultdict(list)
-        for context in by_method[a].keys() & by_method[b].keys():
-            answer = by_method[a][context]
+        for place in by_method[a].keys() & by_method[b].keys():
+            answer = by_method[a][place]
             for task in _tasks(answer) if answer.retention < 1 else ():
-                cells[task, answer.retention].append((answer, by_method[b][context]))
+                cells[task, answer.retention].append((answer, by_method[b][place]))
         for (task, share), found in sorted(cells.items()):
             row: dict[str, Any] = {"a": a, "b": b, "task": task, "retention": share}
             for figure in FIGURES:
@@ -93,6 +96,10 @@ def compare(answers: Sequence[Answer], pairs: Sequence[tuple[str, str]]) -> list
                 row |= _interval(figure, [x for x, _ in found], differences)
             rows.append(row)
     return rows
+
+
+def _context(answer: Answer) -> tuple[str, str, int]:
+    return answer.task, answer.domain, answer.seed
 
 
 def _tasks(answer: Answer) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ import rich.console
 from absl import flags
 from jaxtyping import Array, Float, Int
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from ml_collections import config_flags
 
 import models
@@ -243,6 +244,7 @@ def _draw(path: pathlib.Path, config: Mapping[str, Any], rows: Sequence[Mapping[
     losses = rows[0]["losses"]
     loss.plot(range(1, len(losses) + 1), losses, color="#0b4f8a")
     loss.set_xlabel("epoch")
+    loss.xaxis.set_major_locator(MaxNLocator(integer=True))
     loss.set_ylabel("binary cross-entropy")
     loss.set_title(
         f"Gates of rank {config['rank']} learn the scores of kvzip", fontsize=11, loc="left"

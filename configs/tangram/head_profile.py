@@ -2,7 +2,7 @@
 
     python -m experiments.head_profile --config=configs/tangram/head_profile.py
 
-TIME minutes on two CPU cores. Expect heads that differ much more from each other than one head does from context to
+Seven minutes on two busy CPU cores. Expect heads that differ much more from each other than one head does from context to
 context, and the same ranking of the heads in both domains.
 """
 

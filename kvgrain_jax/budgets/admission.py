@@ -17,7 +17,7 @@ from kvgrain_jax.budgets.budget import BudgetPlan
 from kvgrain_jax.budgets.groups import HeadGroups
 from kvgrain_jax.budgets.ledger import Counts, HeadLedger, Table
 from kvgrain_jax.budgets.shared import SharedPrefix
-from kvgrain_jax.budgets.turns import Span, SpanPlan, TurnPolicy, pages_of, plan_spans
+from kvgrain_jax.budgets.turns import Span, SpanPlan, pages_of, plan_spans
 from kvgrain_jax.engine.request import Request
 from kvgrain_jax.errors import RequestError
 
@@ -152,12 +152,10 @@ class HeadScheduler:
       conversations: by name, least recently used first.
     """
 
-    def __init__(
-        self, ledger: HeadLedger, groups: HeadGroups, *, policy: TurnPolicy, max_rows: int
-    ):
+    def __init__(self, ledger: HeadLedger, groups: HeadGroups, *, policy: str, max_rows: int):
         self.ledger = ledger
         self.groups = groups
-        self.policy: TurnPolicy = policy
+        self.policy = policy
         self.waiting: deque[Sequence] = deque()
         self.rows: list[Sequence | None] = [None] * max_rows
         self.conversations: dict[str, Conversation] = {}

@@ -8,7 +8,6 @@ the end of the prompt, decides. ``kvzip`` reads the whole context twice and cann
 """
 
 import dataclasses
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,7 @@ from jaxtyping import Array, Float, Int
 from kvgrain_jax.budgets import scores
 from kvgrain_jax.errors import ConfigError
 
-ChunkScorerName = Literal["snapkv", "expected_attention", "key_norm", "random"]
-CHUNK_SCORERS: tuple[ChunkScorerName, ...] = ("snapkv", "expected_attention", "key_norm", "random")
+CHUNK_SCORERS = ("snapkv", "expected_attention", "key_norm", "random")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +34,7 @@ class ChunkScorer:
       ConfigError: there is no such scorer, or a number is out of range.
     """
 
-    name: ChunkScorerName = "snapkv"
+    name: str = "snapkv"
     queries: int = 32
     neighbours: int = 7
     seed: int = 0

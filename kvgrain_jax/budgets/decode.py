@@ -211,6 +211,7 @@ def _attend(
             prefix=attend_shared(q, kv, layer, shared, n_heads) if shared else None,
             out_dtype=q.dtype,
         )
-        return out, kv
+        # The next layer writes only when this one has read: else XLA may copy the pool.
+        return lax.optimization_barrier((out, kv))
 
     return attend

@@ -11,7 +11,7 @@ from kvgrain_jax.budgets.chunk_scores import ChunkScorer
 from kvgrain_jax.budgets.groups import HeadGroups
 from kvgrain_jax.budgets.partition import SplitTable, even_partition, partition
 from kvgrain_jax.budgets.pool import HeadPoolGeometry
-from kvgrain_jax.budgets.turns import FLOORS, TURN_POLICIES, Floors, TurnPolicy
+from kvgrain_jax.budgets.turns import FLOORS, TURN_POLICIES
 from kvgrain_jax.engine.model import Model
 from kvgrain_jax.errors import ConfigError
 
@@ -55,8 +55,8 @@ class HeadEngineConfig:
     scorer: ChunkScorer = DEFAULT_SCORER
     hot_bytes: int = 0
     slab_align: int = 64
-    turns: TurnPolicy = "first_prompt_only"
-    floors: Floors = "final"
+    turns: str = "first_prompt_only"
+    floors: str = "final"
     n_blocks: int = 0
     balance: str = "budgets"
     max_context: int | None = None

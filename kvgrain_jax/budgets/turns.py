@@ -15,7 +15,6 @@ Answers are appended whole; only `rebudget` ever thins them. Source: Tangram §2
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 from jaxtyping import Int
@@ -24,10 +23,8 @@ from kvgrain_jax.budgets.budget import BudgetPlan
 from kvgrain_jax.budgets.groups import HeadGroups, group_pages
 from kvgrain_jax.errors import ConfigError
 
-TurnPolicy = Literal["first_prompt_only", "each_turn", "rebudget"]
-TURN_POLICIES: tuple[TurnPolicy, ...] = ("first_prompt_only", "each_turn", "rebudget")
-Floors = Literal["final", "proportional"]
-FLOORS: tuple[Floors, ...] = ("final", "proportional")
+TURN_POLICIES = ("first_prompt_only", "each_turn", "rebudget")
+FLOORS = ("final", "proportional")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,7 +70,7 @@ class SpanPlan:
         """Whether some head holds fewer tokens afterwards."""
         return bool((self.after < self.before).any())
 
-    def held(self, done: int, floors: Floors) -> Int[np.ndarray, "L K"]:
+    def held(self, done: int, floors: str) -> Int[np.ndarray, "L K"]:
         """Tokens that each head holds once ``done`` tokens of the span are computed.
 
         Args:
@@ -100,7 +97,7 @@ class SpanPlan:
 
 
 def plan_spans(
-    spans: Sequence[Span], plan: BudgetPlan, policy: TurnPolicy, *, first: int = 0
+    spans: Sequence[Span], plan: BudgetPlan, policy: str, *, first: int = 0
 ) -> list[SpanPlan]:
     """Plan every span of a sequence.
 

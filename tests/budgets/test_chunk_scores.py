@@ -23,11 +23,13 @@ def random_layer(seed: int = 0):
 def test_scores_by_queries_do_not_depend_on_the_order_of_candidates(name):
     q, k, v = random_layer()
     positions = jnp.arange(N, dtype=jnp.int32)
-    window = {"q_positions": positions[-QUERIES:], "k_positions": positions}
+    at = (positions[-QUERIES:], positions)
     if name == "snapkv":
-        expected = scores.snapkv(q[-QUERIES:], k, **window, pool=3)
+        expected = scores.snapkv(q[-QUERIES:], k, q_positions=at[0], k_positions=at[1], pool=3)
     else:
-        expected = scores.expected_attention(q[-QUERIES:], k, **window, values=v)
+        expected = scores.expected_attention(
+            q[-QUERIES:], k, q_positions=at[0], k_positions=at[1], values=v
+        )
     # The last eight tokens are the chunk, with three of padding behind; survivors lie anyhow.
     order = np.stack([np.random.default_rng(h).permutation(N) for h in range(N_HEADS)])
     head = np.arange(N_HEADS)[:, None]

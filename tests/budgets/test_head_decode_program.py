@@ -73,8 +73,13 @@ def chunk_arguments(engine: HeadEngine):
 
 def shared_loop_arguments(engine: HeadEngine):
     args, static = loop_arguments(engine)
-    share = {"n_layers": MODEL.n_layers, "n_kv_heads": MODEL.n_kv_heads, "n_rows_of_slabs": 640}
-    return (*args, share_rows([None] * N_ROWS, **share)), static
+    shared = share_rows(
+        [None] * N_ROWS,
+        n_layers=MODEL.n_layers,
+        n_kv_heads=MODEL.n_kv_heads,
+        n_rows_of_slabs=640,
+    )
+    return (*args, shared), static
 
 
 def pool_sized(function, args, static, donated: tuple[int, ...], n_elements: int) -> list[str]:

@@ -13,7 +13,7 @@ SPANS = [Span(np.zeros(n, np.int32), n != 5) for n in (40, 5, 20)]  # prompt, an
 
 def held(policy: str, first: int = 0) -> list[tuple[int, int]]:
     """Tokens that a head holds before and after each span."""
-    plans = plan_spans(SPANS, PLAN, policy, first=first)  # pyright: ignore[reportArgumentType]
+    plans = plan_spans(SPANS, PLAN, policy, first=first)
     return [(int(plan.before[0, 0]), int(plan.after[0, 0])) for plan in plans]
 
 

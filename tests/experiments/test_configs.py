@@ -15,7 +15,8 @@ from models.tokenizer_files import tokenizer_from_gguf
 
 FOLDER = pathlib.Path(__file__).parents[2] / "configs"
 NAMES = sorted(path.stem for path in FOLDER.glob("[!_]*.py"))
-SERVE = [name for name in NAMES if name != "decode_step"]
+OTHERS = ("decode_step", "decode_grid", "dispatch_fit", "profile")
+SERVE = [name for name in NAMES if name not in OTHERS]
 
 
 def get_config(name):

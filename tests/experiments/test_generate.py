@@ -41,7 +41,7 @@ def test_the_text_of_all_tokens_is_printed(tiny):
 
 
 def test_text_is_printed_while_tokens_arrive(tiny):
-    _, output = complete(max_new_tokens=12)
+    _, output = complete(prompt="abc", max_new_tokens=12)
     assert len(output.flushed) > 3
 
 

@@ -24,6 +24,7 @@ def tiny_config(out, **changes):
         "samples": 1,
         "retentions": (1.0, 0.25),
         "group_size": 2,
+        "page_size": 16,
         "out": str(out),
     }
     return retention_config.get_config().to_dict() | small | changes

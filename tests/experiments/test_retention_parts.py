@@ -201,10 +201,29 @@ def answer(method, seed, accuracy, task="key_value", domain="prose", retention=0
     return Answer(task, domain, seed, method, retention, accuracy, 1 - accuracy, questions=4)
 
 
+def with_full(answers, accuracy=1.0):
+    contexts = {(a.task, a.domain, a.seed) for a in answers}
+    return [
+        *answers,
+        *(answer("full", s, accuracy, task, domain, 1.0) for task, domain, s in contexts),
+    ]
+
+
+def summary_of(answers, method="static"):
+    return [row for row in summarise(with_full(answers)) if row["method"] == method]
+
+
+def test_added_nll_is_that_above_the_full_cache_of_the_same_context():
+    # nll is 1 - accuracy here: 0.4 and 0.6 against 0.3.
+    answers = with_full([answer("static", 0, 0.6), answer("static", 1, 0.4)], accuracy=0.7)
+    row = next(row for row in summarise(answers) if row["method"] == "static")
+    assert row["nll_added"] == pytest.approx(0.2)
+
+
 def test_a_mean_gives_every_task_and_domain_the_same_weight():
     answers = [answer("static", s, 1.0) for s in range(3)]
     answers += [answer("static", 0, 0.0, domain="code")]
-    cells = {(row["task"], row["domain"]): row for row in summarise(answers)}
+    cells = {(row["task"], row["domain"]): row for row in summary_of(answers)}
     assert cells["retrieval", "all"]["accuracy"] == 0.5
     assert cells["retrieval", "prose"]["accuracy"] == 1.0
     assert cells["key_value", "all"]["contexts"] == 4
@@ -214,14 +233,14 @@ def test_a_mean_gives_every_task_and_domain_the_same_weight():
 def test_an_interval_is_about_two_standard_errors_each_way():
     rng = np.random.default_rng(0)
     values = rng.normal(0.5, 0.1, size=100)
-    row = summarise([answer("static", s, float(v)) for s, v in enumerate(values)])[0]
+    row = summary_of([answer("static", s, float(v)) for s, v in enumerate(values)])[0]
     half = 1.96 * values.std() / 10
     assert row["accuracy_low"] == pytest.approx(values.mean() - half, abs=0.005)
     assert row["accuracy_high"] == pytest.approx(values.mean() + half, abs=0.005)
 
 
 def test_perplexity_does_not_count_as_retrieval():
-    rows = summarise([answer("static", 0, 0.0, task="perplexity")])
+    rows = summary_of([answer("static", 0, 0.0, task="perplexity")])
     assert {row["task"] for row in rows} == {"perplexity"}
 
 

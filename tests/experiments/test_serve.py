@@ -91,7 +91,7 @@ def test_a_picture_is_drawn(served):
 
 
 def test_ctrl_c_writes_what_was_measured(tmp_path, monkeypatch):
-    step, calls = Engine.step, []
+    step, calls = Engine._step, []
 
     def interrupt_later(engine):
         calls.append(engine)
@@ -99,7 +99,7 @@ def test_ctrl_c_writes_what_was_measured(tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
         return step(engine)
 
-    monkeypatch.setattr(Engine, "step", interrupt_later)
+    monkeypatch.setattr(Engine, "_step", interrupt_later)
     code, result, text = run(smoke_config(tmp_path))
     assert code == 130
     assert not result["complete"]

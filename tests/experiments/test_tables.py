@@ -167,7 +167,14 @@ def test_an_unknown_variant_is_an_error():
 # -- every smoke variant -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+QUICK = ("grid_llama8b", "multi_prefix", "dispatch_trace")
+
+
+def slow_but(quick, names):
+    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, NAMES))
 def test_a_smoke_variant_measures_all_of_its_cells(results, name):
     code, result, text, folder = results(name)
     assert code == 0
@@ -191,7 +198,7 @@ SERVED = [
 ]
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", slow_but(QUICK, SERVED))
 def test_all_variants_give_the_same_tokens(results, name):
     _, result, text, _ = results(name)
     assert result["agreement"]

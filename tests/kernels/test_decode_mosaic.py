@@ -18,10 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:Deprec
 # pages smaller and larger than a tile, heads of their own lengths, empty rows and the merge.
 INTERPRETED = (
     "test_page_sizes[1]",
-    "test_page_sizes[16]",
     "test_heads_of_their_own_lengths",
     "test_prefix_partials_are_merged_in[3]",
-    "test_a_split_table_changes_nothing",
 )
 
 
