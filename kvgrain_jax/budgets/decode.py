@@ -211,7 +211,6 @@ def _attend(
             prefix=attend_shared(q, kv, layer, shared, n_heads) if shared else None,
             out_dtype=q.dtype,
         )
-        # The next layer writes only when this one has read: else XLA may copy the pool.
-        return lax.optimization_barrier((out, kv))
+        return out, kv
 
     return attend

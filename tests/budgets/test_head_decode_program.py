@@ -106,7 +106,14 @@ def pool_sized(function, args, static, donated: tuple[int, ...], n_elements: int
     ("function", "arguments", "donated"),
     [
         (decode.decode_loop, loop_arguments, (1, 2)),
-        (decode.decode_loop, shared_loop_arguments, (1, 2)),
+        pytest.param(
+            *(decode.decode_loop, shared_loop_arguments, (1, 2)),
+            marks=pytest.mark.skipif(
+                jax.__version_info__ < (0, 12),
+                reason="XLA of jax 0.11 copies a slab array to a layout that only differs in a "
+                "dimension of 1.",
+            ),
+        ),
         (prefill_chunk, chunk_arguments, (1,)),
     ],
     ids=["decode", "decode with shared prefixes", "prefill"],
