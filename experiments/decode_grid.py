@@ -369,12 +369,12 @@ def roofline(
 
     prefix = sum(milliseconds(flops_a_key * rows * n, token_bytes * n) for n in cell.prefixes)
     own = cell.batch * own_tokens
-    parts = {
+    parts: dict[str, float] = {
         "matmul_roofline_ms": milliseconds(2 * weights * cell.batch, weights * item),
         "prefix_roofline_ms": prefix,
         "own_roofline_ms": milliseconds(flops_a_key * own, token_bytes * own),
     }
-    return parts | {"roofline_ms": sum(parts.values())}
+    return parts | {"roofline_ms": float(sum(parts.values()))}
 
 
 def _table(config: Mapping[str, Any], rows: list[dict[str, Any]]):

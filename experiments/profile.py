@@ -104,7 +104,7 @@ def kind_of(name: str) -> str:
 def add_up(events: Iterable[Event]) -> Shares:
     """Times of the kinds; where events of a device overlap, the later begun counts from the end of the other."""
     kinds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
-    names: dict[str, float] = defaultdict(float)
+    names: defaultdict[str, float] = defaultdict(float)
     idle, launch, count, devices = 0.0, 0.0, 0, set()
     reached: dict[int, float] = {}
     gaps: list[tuple[str, str, float]] = []
