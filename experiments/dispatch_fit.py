@@ -40,8 +40,8 @@ from kvgrain_jax.attention import (
     Segment,
     decode_attention,
     kernel_shape,
-    longest_first,
     make_plan,
+    row_order,
     write_costs,
 )
 from kvgrain_jax.errors import ConfigError
@@ -124,7 +124,7 @@ class Bench:
                 lengths,
                 backend=backend,
                 page_size=1,
-                order=longest_first(plan, lengths, backend=backend),
+                order=row_order(plan, lengths, backend=backend),
                 out_dtype=q.dtype,
             ).out
 

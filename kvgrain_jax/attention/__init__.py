@@ -6,8 +6,8 @@ from kvgrain_jax.attention.costs import load_costs as load_costs
 from kvgrain_jax.attention.costs import write_costs as write_costs
 from kvgrain_jax.attention.decode import BACKENDS as BACKENDS
 from kvgrain_jax.attention.decode import decode_attention as decode_attention
-from kvgrain_jax.attention.decode import longest_first as longest_first
 from kvgrain_jax.attention.decode import page_slots as page_slots
+from kvgrain_jax.attention.decode import row_order as row_order
 from kvgrain_jax.attention.dispatch import Choices as Choices
 from kvgrain_jax.attention.dispatch import DispatchRule as DispatchRule
 from kvgrain_jax.attention.dispatch import Occupancy as Occupancy

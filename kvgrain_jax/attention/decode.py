@@ -21,6 +21,7 @@ from kvgrain_jax.attention.partial import AttentionPartial
 from kvgrain_jax.attention.plan import DecodePlan
 from kvgrain_jax.errors import ConfigError
 from pallas_kernels import segment_partials, split_kv_decode
+from pallas_kernels.split_kv_decode import longest_first
 
 BACKENDS = ("dense", "cascade", "paged", "cascade16")
 
@@ -52,7 +53,7 @@ def decode_attention(
       backend: one of ``BACKENDS``.
       page_size: tokens of a page; ``plan.starts`` are multiples of it.
       scale: factor of the scores; ``D ** -0.5`` where None.
-      order: in which order the GPU takes the rows, see ``longest_first``; as they come where None.
+      order: in which order the GPU takes the rows, see ``row_order``; as they come where None.
       out_dtype: of the output.
 
     Returns:
@@ -64,10 +65,9 @@ def decode_attention(
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     if backend not in BACKENDS:
         raise ConfigError(f"There is no backend {backend!r}; choose one of {', '.join(BACKENDS)}.")
-    prefix, starts = None, jnp.zeros_like(plan.starts)
+    prefix = None
     if backend != "paged":
         work = plan.dense if backend == "dense" else plan.cascade
-        starts = plan.starts
         prefix = segment_partials(
             q,
             k,
@@ -86,7 +86,7 @@ def decode_attention(
         k,
         v,
         pages,
-        starts,
+        _starts(plan, backend),
         lengths,
         page_size=page_size,
         scale=factor,
@@ -97,13 +97,14 @@ def decode_attention(
     return AttentionPartial(out, lse)
 
 
-def longest_first(plan: DecodePlan, lengths: Int[Array, "B"], *, backend: str) -> Int[Array, "B"]:
-    """Rows in descending order of the tokens each reads for itself, int32.
+def row_order(plan: DecodePlan, lengths: Int[Array, "B"], *, backend: str) -> Int[Array, "B"]:
+    """Rows in the order in which the GPU should take them: by the tokens each reads for itself."""
+    return longest_first(_starts(plan, backend), lengths)
 
-    Programs of long rows start first, so that none is left running alone at the end.
-    """
-    own = lengths if backend == "paged" else lengths - plan.starts
-    return jnp.argsort(-own).astype(jnp.int32)
+
+def _starts(plan: DecodePlan, backend: str) -> Int[Array, "B"]:
+    """Tokens at the front of each row's context that its own pages need not be read for."""
+    return jnp.zeros_like(plan.starts) if backend == "paged" else plan.starts
 
 
 def page_slots(pages: Int[Array, "T"], page_size: int) -> Int[Array, "S"]:

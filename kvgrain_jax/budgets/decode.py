@@ -22,7 +22,7 @@ from kvgrain_jax.budgets.pool import HeadKV
 from kvgrain_jax.budgets.shared import SharedRows, attend_shared
 from kvgrain_jax.engine import batch as batches
 from kvgrain_jax.engine.batch import Batch
-from kvgrain_jax.engine.decode_loop import _advance
+from kvgrain_jax.engine.decode_loop import advance
 from kvgrain_jax.engine.sampling import sample
 from pallas_kernels.head_group_decode import head_group_decode
 
@@ -144,7 +144,7 @@ def decode_loop(
             n_steps=trace.n_steps + 1,
         )
         after = HeadBatch(
-            rows=_advance(rows, token, rows.pages),
+            rows=advance(rows, token, rows.pages),
             tables=head.tables,
             lengths=head.lengths + rows.active.astype(jnp.int32)[:, None, None],
         )

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from kvgrain_jax.attention import DecodePlan, decode_attention, longest_first
+from kvgrain_jax.attention import DecodePlan, decode_attention, row_order
 from kvgrain_jax.engine.batch import Batch
 from kvgrain_jax.engine.ranks import Ranks
 from kvgrain_jax.engine.sampling import greedy_sample, sample
@@ -165,7 +165,7 @@ def _loop(
             rows=trace.rows.at[trace.n_steps].set(n_active),
             n_steps=trace.n_steps + 1,
         )
-        after = _advance(rows, token, pages)
+        after = advance(rows, token, pages)
         finished += jnp.sum(rows.active & ~after.active, dtype=jnp.int32)
         return kv, pool, after, trace, finished
 
@@ -220,7 +220,7 @@ class _Attend:
             lengths=lengths,
             backend=backend,
             page_size=page_size,
-            order=longest_first(plan, lengths, backend=backend),
+            order=row_order(plan, lengths, backend=backend),
         )
 
     def __call__(self, kv: KVCache, layer: int, q, k, v):
@@ -238,7 +238,7 @@ class _Attend:
         return self.attention(q, kv.k[layer], kv.v[layer], out_dtype=q.dtype).out
 
 
-def _advance(rows: Batch, token, pages) -> Batch:
+def advance(rows: Batch, token, pages) -> Batch:
     """The rows after a step in which each active one drew ``token``."""
     ended = (rows.remaining <= 1) | jnp.any(token[:, None] == rows.stop_tokens, axis=1)
     one = rows.active.astype(jnp.int32)

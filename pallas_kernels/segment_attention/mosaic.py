@@ -34,13 +34,9 @@ def segment_partials(
     schedule: Schedule,
     *,
     scale,
-    pipelined=False,
     interpret=False,
 ) -> RowPartials:
-    """See ``api.segment_partials``. Partials of items that no worker owns are not written.
-
-    ``pipelined``: whether the scores of a tile are computed beside the softmax of the one before.
-    """
+    """See ``api.segment_partials``. Partials of items that no worker owns are not written."""
     head_dim, n_kv_heads = q.shape[-1], k.shape[1]
     kernel = _Kernel(
         n_slots=k.shape[0],
@@ -52,7 +48,6 @@ def segment_partials(
         causal=schedule.causal,
         stages=stages(schedule, head_dim),
         scale=scale * math.log2(math.e),
-        pipelined=pipelined,
         interpret=interpret,
     )
     n_items = schedule.items.shape[0]
@@ -105,7 +100,6 @@ class _Kernel:
     causal: bool
     stages: int
     scale: float
-    pipelined: bool
     interpret: bool
 
     @property
@@ -132,9 +126,7 @@ class _Kernel:
             plgpu.Barrier(num_barriers=self.stages),
             plgpu.Barrier(num_arrivals=self.compute_warpgroups, num_barriers=self.stages),
             plgpu.Barrier(num_arrivals=self.compute_warpgroups, num_barriers=self.stages),
-            plgpu.Barrier(num_barriers=2)
-            if self.pipelined
-            else plgpu.Barrier(num_arrivals=self.compute_warpgroups),
+            plgpu.Barrier(num_arrivals=self.compute_warpgroups),
         )
 
     def body(
@@ -195,10 +187,7 @@ class _Kernel:
             plgpu.set_max_registers(232, action="increase")
             rings = (k_smem, v_smem, k_ready, v_ready, k_free, v_free)
             rows = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
-            if self.pipelined:
-                pl.when(warpgroup == 1)(functools.partial(self.pass_turn, turn))
-            else:
-                pl.when(warpgroup == 1)(functools.partial(self.meet, turn))
+            pl.when(warpgroup == 1)(functools.partial(self.meet, turn))
 
             def load_queries(item):
                 head, row = items_ref[item, plan.HEAD], self.first_row(item, items_ref)
@@ -219,10 +208,7 @@ class _Kernel:
 
             pl.when(first_item < last_item)(functools.partial(load_queries, first_item))
             lax.fori_loop(first_item, last_item, attend, jnp.int32(0))
-            if self.pipelined:
-                pl.when(warpgroup == 0)(functools.partial(self.await_turn, turn))
-            else:
-                pl.when(warpgroup == 0)(functools.partial(self.meet, turn))
+            pl.when(warpgroup == 0)(functools.partial(self.meet, turn))
 
     def first_row(self, item, items_ref):
         """First folded row of this warpgroup."""
@@ -261,9 +247,7 @@ class _Kernel:
             plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32), per_row),
             plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), per_row),
         )
-        attend = functools.partial(
-            self.attend_next if self.pipelined else self.attend_tile, q_smem, rings, turn
-        )
+        attend = functools.partial(self.attend_tile, q_smem, rings, turn)
 
         def masked_tile(i, state):
             return attend(state, bounds(i))
@@ -271,13 +255,8 @@ class _Kernel:
         def whole_tile(_, state):
             return attend(state, None)
 
-        if not self.pipelined:
-            state = lax.fori_loop(jnp.int32(0), n_masked, masked_tile, state)
-            return lax.fori_loop(n_masked, n_steps, whole_tile, state)
-        state = self.attend_first(q_smem, rings, turn, state, bounds(0))
-        state = lax.fori_loop(jnp.int32(1), n_masked, masked_tile, state)
-        state = lax.fori_loop(jnp.maximum(1, n_masked), n_steps, whole_tile, state)
-        return self.attend_last(rings, turn, state)
+        state = lax.fori_loop(jnp.int32(0), n_masked, masked_tile, state)
+        return lax.fori_loop(n_masked, n_steps, whole_tile, state)
 
     def attend_tile(self, q_smem, rings, turn, state, bounds):
         """Take in one tile. ``bounds``: which of its keys count; None for all."""
@@ -300,75 +279,6 @@ class _Kernel:
         out = self.weigh(out, weights, v_smem.at[slot])
         plgpu.barrier_arrive(v_free.at[slot])
         return step + 1, out, top, total
-
-    def attend_first(self, q_smem, rings, turn, state, bounds):
-        """Weights of an item's first tile, not yet applied to its values.
-
-        A tile's values are weighed together with the next tile's scores, so that the tensor cores
-        have one more product to work at while the softmax waits for the first.
-        """
-        k_smem, v_smem, k_ready, v_ready, k_free, _ = rings
-        step, out, top, total = state
-        slot = lax.rem(step, jnp.int32(self.stages))
-        plgpu.barrier_wait(k_ready.at[slot])
-        plgpu.barrier_wait(v_ready.at[slot])
-        self.clear_values(v_smem.at[slot], bounds)
-        self.await_turn(turn)
-        scores = self.scores(q_smem, k_smem.at[slot], functools.partial(self.pass_turn, turn))
-        plgpu.barrier_arrive(k_free.at[slot])
-        weights, _, top, total = self.softmax(scores, top, total, bounds)
-        return step + 1, out, top, total, weights.astype(self.dtype)
-
-    def attend_next(self, q_smem, rings, turn, state, bounds):
-        """Weights of one tile, beside the product of the last tile's weights and values."""
-        k_smem, v_smem, k_ready, v_ready, k_free, v_free = rings
-        step, out, top, total, weights = state
-        slot = lax.rem(step, jnp.int32(self.stages))
-        last = lax.rem(step - 1, jnp.int32(self.stages))
-        if bounds is not None:
-            plgpu.barrier_wait(v_ready.at[slot])
-            self.clear_values(v_smem.at[slot], bounds)
-        plgpu.barrier_wait(k_ready.at[slot])
-        self.await_turn(turn)
-        if self.interpret:  # one product after the other
-            out = self.weigh(out, weights, v_smem.at[last])
-            scores = self.scores(q_smem, k_smem.at[slot], functools.partial(self.pass_turn, turn))
-            plgpu.barrier_arrive(k_free.at[slot])
-            weights, decay, top, total = self.softmax(scores, top, total, bounds)
-        else:
-
-            def overlap(refs):
-                scores_ref, out_ref, top_ref, total_ref, decay_ref, weights_ref = refs
-                plgpu.wgmma(scores_ref, q_smem, k_smem.at[slot].transpose((1, 0)))
-                plgpu.wgmma(out_ref, weights, v_smem.at[last])
-                self.pass_turn(turn)
-                scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-                plgpu.barrier_arrive(k_free.at[slot])
-                result = self.softmax(scores, top, total, bounds)
-                weights_ref[...], decay_ref[...], top_ref[...], total_ref[...] = result
-
-            no_scores = plgpu.layout_cast(
-                jnp.zeros((WARPGROUP_ROWS, self.kv_tile), jnp.float32), plgpu.Layout.WGMMA
-            )
-            _, out, top, total, decay, weights = pl.run_state(overlap)(
-                (ACC.init(no_scores), ACC.init(out), top, total, total, no_scores)
-            )
-        plgpu.barrier_arrive(v_free.at[last])
-        out = out * lax.broadcast_in_dim(decay, out.shape, [0])
-        if bounds is None:
-            plgpu.barrier_wait(v_ready.at[slot])
-        return step + 1, out, top, total, weights.astype(self.dtype)
-
-    def attend_last(self, rings, turn, state):
-        """Apply the last weights of an item: ``(step, out, top, total)``."""
-        _, v_smem, _, _, _, v_free = rings
-        step, out, top, total, weights = state
-        last = lax.rem(step - 1, jnp.int32(self.stages))
-        self.await_turn(turn)
-        self.pass_turn(turn)
-        out = self.weigh(out, weights, v_smem.at[last])
-        plgpu.barrier_arrive(v_free.at[last])
-        return step, out, top, total
 
     def scores(self, q_smem, k_tile, issued):
         """``QKᵀ`` of one tile; ``issued`` runs when the tensor cores have got it to do."""
@@ -408,16 +318,6 @@ class _Kernel:
         if self.compute_warpgroups > 1:
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(turn)
-
-    def await_turn(self, turn):
-        """Wait until the other compute warpgroup has put its products before the tensor cores."""
-        if self.compute_warpgroups > 1:
-            plgpu.barrier_wait(turn.at[lax.axis_index("warpgroup")])
-
-    def pass_turn(self, turn):
-        """Let the other compute warpgroup put its products before the tensor cores."""
-        if self.compute_warpgroups > 1:
-            plgpu.barrier_arrive(turn.at[1 - lax.axis_index("warpgroup")])
 
     def visible(self, bounds):
         """Which of its keys each row of a tile sees: ``[64, kv_tile]``."""

@@ -1,12 +1,7 @@
 """The Pallas Mosaic GPU kernels, against the specifications."""
 
-import functools
-
-import jax
 import pytest
 from segment_suite import SegmentAttentionSuite
-
-from pallas_kernels.segment_attention import mosaic
 
 # The partials are merged by a kernel on Pallas's Triton backend.
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
@@ -27,15 +22,3 @@ class TestWideSegmentAttention(TestSegmentAttention):
     """The same with two compute warpgroups, which take turns."""
 
     schedule_tiles = (128, 128)
-
-
-class TestPipelinedSegmentAttention(TestWideSegmentAttention):
-    """The same with the scores of a tile beside the product of the last one's weights."""
-
-    @pytest.fixture(autouse=True)
-    def _pipelined(self, monkeypatch):
-        kernel = functools.partial(mosaic.segment_partials, pipelined=True)
-        monkeypatch.setattr(mosaic, "segment_partials", kernel)
-        jax.clear_caches()
-        yield
-        jax.clear_caches()
