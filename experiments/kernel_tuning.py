@@ -1,7 +1,7 @@
 """Search for the kernels' knobs on this device: enters nothing, leaves ``tuning/DEVICE.json``."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,8 @@ from experiments.kernel_cases import ARG_SPECS, HeadShape, prefix_case, suffix_c
 from experiments.kernel_timing import TimedLoop, compile_all, compile_loop
 from pallas_kernels import tuning
 from pallas_kernels.segment_attention.limits import SHARED_MEMORY_BYTES
+from pallas_kernels.split_kv_decode.splits import even_splits
+from pallas_kernels.triton_blocks import padded
 
 TILES = ((64, 64), (64, 128), (128, 128))
 KNOBS = [
@@ -30,13 +32,17 @@ KNOBS = [
 ]
 
 
-def tune(say: Callable[[str], Any]) -> dict[str, list[dict[str, Any]]]:
+OPS = ("segment_attention", "split_kv_decode")
+
+
+def tune(say: Callable[[str], Any], ops: Sequence[str] = OPS) -> dict[str, list[dict[str, Any]]]:
     """Time every knob on the head shapes of ``ARG_SPECS``, keep the fastest, write the files.
 
     The time is that inside the kernels, where the device tells it.
 
     Args:
       say: called with a line for each shape.
+      ops: operations to tune.
 
     Returns:
       The entries written, by operation.
@@ -44,9 +50,12 @@ def tune(say: Callable[[str], Any]) -> dict[str, list[dict[str, Any]]]:
     shapes = list(dict.fromkeys(ARG_SPECS.values()))
     sizes = ((256, 8192), (256, 2048), (64, 8192), (32, 8192), (8, 8192))
     prefix = [_prefix(shape, n_rows, length) for shape in shapes for n_rows, length in sizes]
-    suffix = [_suffix(shape) for shape in {(s.head_dim, s.group): s for s in shapes}.values()]
+    heads = {(shape.head_dim, shape.group): shape for shape in reversed(shapes)}.values()
+    suffix = [_suffix(shape, n_rows) for shape in heads for n_rows in (256, 128, 64, 16)]
     written = {}
-    for op, searches in (("segment_attention", prefix), ("split_kv_decode", suffix)):
+    for op, searches in zip(OPS, (prefix, suffix), strict=True):
+        if op not in ops:
+            continue
         loops = iter(compile_all([job for _, jobs in searches for _, job in jobs]))
         written[op] = []
         for shape, jobs in searches:
@@ -84,12 +93,15 @@ def _prefix(shape: HeadShape, n_rows: int, length: int) -> _Search:
     return sizes, jobs
 
 
-def _suffix(shape: HeadShape) -> _Search:
+def _suffix(shape: HeadShape, n_rows: int) -> _Search:
     jobs = []
     for knobs in KNOBS:
-        case = suffix_case("", shape, np.full(256, 256), knobs=knobs)
+        case = suffix_case("", shape, np.full(n_rows, 256), knobs=knobs)
         jobs.append((knobs, functools.partial(compile_loop, case.steps["triton"], case.args)))
-    return {"head_dim": 1 << (shape.head_dim - 1).bit_length(), "group": shape.group}, jobs
+    n_programs = n_rows * shape.n_kv_heads
+    n_programs *= even_splits(n_programs, 256)
+    sizes = {"head_dim": padded(shape.head_dim), "group": shape.group, "programs": n_programs}
+    return sizes, jobs
 
 
 def _brief(knobs: dict[str, int]) -> str:

@@ -1,7 +1,7 @@
 """Times the kernels on shapes of real models, against the ceilings of the device in the same run.
 
     python -m experiments.kernels --out=out/kernels          # the cases below, a table, a picture
-    python -m experiments.kernels --tune                     # search the knobs, write tuning/DEVICE.json
+    python -m experiments.kernels --tune=all                 # search the knobs, write tuning/DEVICE.json
     python -m experiments.kernels --only='dense|suffix'      # cases whose names match
 
 Needs a GPU; cases named ``baseline`` also need jax-triton. A fraction of the matmul rate or of the
@@ -30,10 +30,12 @@ from experiments.kernel_timing import (
     compile_loop,
     measure_ceilings,
 )
-from experiments.kernel_tuning import tune
+from experiments.kernel_tuning import OPS, tune
 from kvgrain_jax.errors import ConfigError
 
-TUNE = flags.DEFINE_bool("tune", False, "Search the knobs and write tuning/DEVICE.json first.")
+TUNE = flags.DEFINE_enum(
+    "tune", None, ["all", *OPS], "Search an operation's knobs and write tuning/DEVICE.json first."
+)
 ONLY = flags.DEFINE_string("only", "", "Regular expression: time the cases whose names match.")
 WITH = flags.DEFINE_string("with", "", "Regular expression: time the implementations that match.")
 
@@ -147,7 +149,7 @@ def main() -> int:
         f"{jax.devices()[0].device_kind}: matmul {ceilings.matmul / 1e12:.0f} TFLOP/s, copy "
         f"{ceilings.copy / 1e12:.2f} TB/s, read {ceilings.read / 1e12:.2f} TB/s"
     )
-    tuned = tune(console.print) if TUNE.value else {}
+    tuned = tune(console.print, OPS if TUNE.value == "all" else [TUNE.value]) if TUNE.value else {}
     chosen, rows = _make([case for case in cases() if re.search(ONLY.value, case[0])])
     work = [(case, name) for case in chosen for name in case.steps if re.search(WITH.value, name)]
     loops = compile_all(

@@ -70,6 +70,8 @@ def table(name: str, variant: str, title: str, model: str = "llama-3.1-8b") -> C
         pool_tokens=POOLS[model],
         hot_fraction=0.2,
         chunk_tokens=4096,
+        # Some 32 short turns fill the smaller one.
+        chunk_buckets=(2048, 4096),
         chunk_requests=32,
         decode_steps=8,
         max_slabs=256,
@@ -128,6 +130,7 @@ def shrink(config: Config, cells: Sequence[dict[str, Any]], **engine: Any) -> No
             "pool_tokens": 1024,
             "hot_fraction": 0.25,
             "chunk_tokens": 64,
+            "chunk_buckets": (),
             "chunk_requests": 4,
             "decode_steps": 4,
             "max_slabs": 16,

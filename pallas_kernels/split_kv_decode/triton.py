@@ -48,11 +48,14 @@ def split_kv_decode(
     return decode_heads(q, k, v, pages[:, None], starts, lengths, sources, splits, **options)
 
 
-def tuned(head_dim, group):
-    """Tokens of a block, warps and pipeline stages for a head shape on this device."""
+def tuned(head_dim, group, n_programs):
+    """Tokens of a block, warps and pipeline stages for a head shape on this device.
+
+    Few programs need more loads in flight each, many run better with one warp each.
+    """
     return tuning.lookup(
         "split_kv_decode",
-        {"head_dim": blocks.padded(head_dim), "group": group},
+        {"head_dim": blocks.padded(head_dim), "group": group, "programs": n_programs},
         exact=("head_dim",),
         fallback={"block": 64 if head_dim <= 128 else 32, "num_warps": 4, "num_stages": 2},
     )
@@ -107,7 +110,7 @@ def decode_heads(
     table.sort(key=lambda entry: (entry[TABLE], entry[SPLIT], entry[COLUMN]))
     n_splits = max(splits)
     whole = n_splits == 1
-    knobs = tuned(head_dim, group) if knobs is None else knobs
+    knobs = tuned(head_dim, group, len(table) * n_rows) if knobs is None else knobs
     outs, lses = blocks.call(
         functools.partial(
             _kernel,
