@@ -13,7 +13,10 @@ LINE_POINTS = 9  # height of a label
 
 
 def roofline(rows: Sequence[Mapping[str, Any]], ceilings: Ceilings, path: pathlib.Path) -> None:
-    """Draw each row at its arithmetic intensity and rate, under what the device reached."""
+    """Draw each row at its arithmetic intensity and rate, under what the device reached.
+
+    The fastest implementation of a case bears its name, the others are fainter.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -25,18 +28,21 @@ def roofline(rows: Sequence[Mapping[str, Any]], ceilings: Ceilings, path: pathli
     roof = np.minimum(intensity * bandwidth, ceilings.matmul) / 1e12
     axes.loglog(intensity, roof, color="black", linewidth=1.5, label="measured ceilings")
     drawn = [row for row in rows if row["tflops"] > 0]
+    best = list({r["case"]: r for r in sorted(drawn, key=lambda r: r["tflops"])}.values())
     for marker, name in zip(
         MARKERS, sorted({row["implementation"] for row in drawn}), strict=False
     ):
         own = [row for row in drawn if row["implementation"] == name]
         at = [row["tflops"] / row["tb_s"] for row in own]
-        axes.scatter(at, [row["tflops"] for row in own], s=30, marker=marker, label=name, zorder=3)
+        rates, alphas = [r["tflops"] for r in own], [1.0 if r in best else 0.3 for r in own]
+        axes.scatter(at, rates, s=30, alpha=alphas, marker=marker, label=name, zorder=3)
     axes.set_xlim(1, 2e4)
     axes.set_xlabel("FLOP per byte that must move")
     axes.set_ylabel("TFLOP/s")
     axes.grid(which="both", alpha=0.2)
     axes.legend(loc="upper left")
-    _label(figure, axes, drawn)
+    axes.set_title("Kernels under the rates that the same run reached")
+    _label(figure, axes, best)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
@@ -51,7 +57,7 @@ def _label(figure, axes, rows: Sequence[Mapping[str, Any]]) -> None:
 
     columns: list[list[Mapping[str, Any]]] = []
     for row in sorted(rows, key=lambda row: row["tflops"] / row["tb_s"]):
-        near = columns and place(row)[0] - place(columns[-1][0])[0] < 60
+        near = columns and place(row)[0] - place(columns[-1][0])[0] < 160
         columns[-1].append(row) if near else columns.append([row])
     for column in columns:
         floor = -np.inf
@@ -65,5 +71,7 @@ def _label(figure, axes, rows: Sequence[Mapping[str, Any]]) -> None:
                 xytext=(right - x + 12, floor - y - 2),
                 textcoords="offset points",
                 fontsize=7,
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
+                zorder=4,
                 arrowprops={"arrowstyle": "-", "linewidth": 0.4, "alpha": 0.5},
             )
