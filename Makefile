@@ -1,12 +1,14 @@
 # make demo    four agents on a real model, three systems, on the CPU
 # make test    what CI runs: ruff, pyright, pytest
 # make test-all    the same with the slow tests: every smoke variant of the paper tables
-# make test-gpu    the kernels' tests without interpretation, on a machine with a GPU
+# make test-gpu    the kernels without interpretation, and the engine's numerics, on a machine with a GPU
 # Each of the first two sets up what it needs in .venv; PYTHON=/path/to/python chooses the interpreter.
 
 PY := .venv/bin/python
 PYTHON_GPU ?= python3
 PYTEST_ARGS ?= --numprocesses=2 --dist=loadfile
+# Most of the suite's time is XLA compiling small programs; two workers leave no core to split one over.
+TEST_XLA_FLAGS := --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1
 
 .PHONY: demo test lint test-only test-all test-gpu clean
 
@@ -21,12 +23,13 @@ lint: .venv/dev.stamp
 	.venv/bin/pyright
 
 test-only: .venv/dev.stamp
-	$(PY) -m pytest $(PYTEST_ARGS)
+	XLA_FLAGS="$(TEST_XLA_FLAGS)" $(PY) -m pytest $(PYTEST_ARGS)
 
 test-all: .venv/dev.stamp
-	$(PY) -m pytest -m "" $(PYTEST_ARGS)
+	XLA_FLAGS="$(TEST_XLA_FLAGS)" $(PY) -m pytest -m "" $(PYTEST_ARGS)
 
 test-gpu:
+	$(PYTHON_GPU) -m pytest -o addopts= -rP tests/engine/test_gpu_numerics.py
 	$(PYTHON_GPU) -m pytest -o addopts= tests/kernels
 
 .venv/run.stamp: pyproject.toml .ci/setup

@@ -83,8 +83,8 @@ def get_config(name: str = "headline") -> ConfigDict:
     elif name == "regression":
         config.cells = tuple(((p,), b) for b in (1, 8, 32, 128, 256, 512) for p in LADDER)
         config.backends = ("auto", "dense", "cascade", "paged")
-        config.steps = 8
-        config.turns = 3
+        config.steps = 16
+        config.turns = 2
     elif name in ("qwen14b", "qwen14b_tp2"):
         config.model = "random:qwen2.5-14b"
         config.cells = (((16384,), 256), ((8192,), 256))

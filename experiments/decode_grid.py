@@ -1,6 +1,7 @@
 """Times one decode step over a grid of shared prefixes and batch sizes, backend by backend.
 
     python -m experiments.decode_grid --config=configs/decode_grid.py
+    python -m experiments.decode_grid --config=configs/decode_grid.py --warmup   # only compile
 
 In each cell a batch of rows is served until all of them decode: its prefixes are cached, each row has a
 suffix of its own. Then the backends take turns over the same running batch, each turn one call of the
@@ -45,6 +46,7 @@ import models
 from experiments import decode_grid_picture, report
 from experiments import flags as shared_flags
 from experiments.kernel_timing import Ceilings, measure_ceilings
+from experiments.running import warm_up
 from experiments.serve import make_console
 from kvgrain_jax import Engine, EngineConfig, Request, sharding, system_config
 from kvgrain_jax.engine import Model
@@ -186,9 +188,12 @@ def _text(seed: int, vocabulary: int, n: int) -> np.ndarray:
 
 
 def decode_grid(
-    config: Mapping[str, Any], console: rich.console.Console | None = None
+    config: Mapping[str, Any],
+    console: rich.console.Console | None = None,
+    *,
+    warmup_only: bool = False,
 ) -> list[dict[str, Any]]:
-    """Runs a config.
+    """Runs a config, or with ``warmup_only`` compiles its programs and measures nothing.
 
     Returns:
       One row for each cell and backend: ``step_ms`` (mean), ``step_ms_min``, ``step_ms_max``,
@@ -214,6 +219,9 @@ def decode_grid(
         engine = make_engine(config, cells, new_tokens=new_tokens)
         jax.block_until_ready(engine.model.params)
     loaded_s = time.perf_counter() - begin
+    if warmup_only:
+        warm_up(engine, console)
+        return []
     ceilings = None
     if config["ceilings"]:
         with console.status("measuring the device"):
@@ -270,6 +278,11 @@ def decode_grid(
             row |= {"ceilings": dataclasses.asdict(ceilings)}
     path = report.write_result(folder, "decode_grid", config, rows)
     console.print(_table(config, rows))
+    if (first_token_s := rows[0]["first_token_s"]) is not None:
+        console.print(
+            f"All rows of {cells[0]} had their first token {first_token_s:.1f} s after the start of "
+            f"the process; loading the model took {loaded_s:.1f} s of it."
+        )
     picture = decode_grid_picture.draw(rows, folder / "decode_grid.png", config["model"])
     console.print(f"Written: {path}, {picture}")
     return rows
@@ -323,8 +336,9 @@ def time_cell(
         begin = time.perf_counter()
         engine.decode(WARM_STEPS, named(name))
         compiled_s[name] = time.perf_counter() - begin
-    for _ in range(turns):
-        for name in backends:
+    for turn in range(turns):
+        # There and back, as the rows grow from turn to turn.
+        for name in backends if turn % 2 == 0 else reversed(backends):
             done = len(engine.metrics.steps)
             begin = time.perf_counter()
             engine.decode(steps, named(name))
@@ -399,17 +413,22 @@ def _table(config: Mapping[str, Any], rows: list[dict[str, Any]]):
     )
 
 
-def main(config: Mapping[str, Any], out: str | None) -> int:
+def main(config: Mapping[str, Any], out: str | None, *, warmup_only: bool = False) -> int:
     """Applies ``--out`` to a config and runs it."""
     fields = dict(config)
     if out is not None:
         fields["out"] = out
-    decode_grid(fields)
+    decode_grid(fields, warmup_only=warmup_only)
     return 0
 
 
 if __name__ == "__main__":
     CONFIG = config_flags.DEFINE_config_file("config", None, "File with a get_config().")
+    WARMUP = shared_flags.define_warmup()
     flags.adopt_module_key_flags(shared_flags)
     flags.mark_flag_as_required("config")
-    shared_flags.run(lambda: main(shared_flags.read_config(CONFIG), shared_flags.OUT.value))
+    shared_flags.run(
+        lambda: main(
+            shared_flags.read_config(CONFIG), shared_flags.OUT.value, warmup_only=WARMUP.value
+        )
+    )

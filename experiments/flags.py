@@ -4,7 +4,7 @@ kept on disk."""
 import os
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,6 +23,26 @@ COMPILATION_CACHE = flags.DEFINE_string(
     "Folder that keeps compiled programs, so that a second start is fast; kvgrain-jax in the user's "
     "cache folder if unset, nothing is kept if 'none'.",
 )
+
+
+def define_warmup() -> flags.FlagHolder[bool]:
+    """Defines ``--warmup``, for a binary that runs an engine."""
+    holder = flags.DEFINE_bool(
+        "warmup",
+        False,
+        "Only compile every program of the config, with a progress bar, so that later starts find "
+        "them in the compilation cache.",
+    )
+
+    @flags.multi_flags_validator(
+        ["warmup", "compilation_cache"],
+        "--warmup fills the compilation cache, and --compilation_cache=none keeps nothing; leave one "
+        "of them out.",
+    )
+    def _keeps_something(values: Mapping[str, Any]) -> bool:
+        return not values["warmup"] or values["compilation_cache"] != "none"
+
+    return holder
 
 
 INTERRUPTED = 130  # exit code of a program that Ctrl-C ended

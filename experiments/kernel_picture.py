@@ -33,9 +33,16 @@ def roofline(rows: Sequence[Mapping[str, Any]], ceilings: Ceilings, path: pathli
         MARKERS, sorted({row["implementation"] for row in drawn}), strict=False
     ):
         own = [row for row in drawn if row["implementation"] == name]
-        at = [row["tflops"] / row["tb_s"] for row in own]
-        rates, alphas = [r["tflops"] for r in own], [1.0 if r in best else 0.3 for r in own]
-        axes.scatter(at, rates, s=30, alpha=alphas, marker=marker, label=name, zorder=3)
+        first, *_ = axes.plot([], [], marker, label=name)
+        for row in own:
+            axes.plot(
+                row["tflops"] / row["tb_s"],
+                row["tflops"],
+                marker,
+                color=first.get_color(),
+                alpha=1.0 if row in best else 0.3,
+                zorder=3,
+            )
     axes.set_xlim(1, 2e4)
     axes.set_xlabel("FLOP per byte that must move")
     axes.set_ylabel("TFLOP/s")

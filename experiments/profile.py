@@ -1,6 +1,7 @@
 """Where the time of a decode loop goes: shares of attention, matmuls, other kernels, collectives, idle.
 
     python -m experiments.profile --config=configs/profile.py
+    python -m experiments.profile --config=configs/profile.py --warmup   # only compile
 
 Serves a batch until all its rows decode, records one call of the decode loop with ``jax.profiler``, and
 adds up the device's events by kind. With the paper's letters: α is the share of attention, β that of
@@ -32,6 +33,7 @@ from ml_collections import config_flags
 
 from experiments import decode_grid, report
 from experiments import flags as shared_flags
+from experiments.running import warm_up
 from experiments.serve import make_console
 from kvgrain_jax.engine import Engine, EngineConfig, Model
 from kvgrain_jax.errors import ConfigError
@@ -237,9 +239,12 @@ FIELDS = ("model", "dtype", "tp", "cells", "backends", "suffix_tokens", "steps",
 
 
 def profile(
-    config: Mapping[str, Any], console: rich.console.Console | None = None
+    config: Mapping[str, Any],
+    console: rich.console.Console | None = None,
+    *,
+    warmup_only: bool = False,
 ) -> list[dict[str, Any]]:
-    """Runs a config.
+    """Runs a config, or with ``warmup_only`` compiles its programs and measures nothing.
 
     Returns:
       One row for each cell and backend: what ``shares`` returns, the cell, ``kernels`` with the time
@@ -256,6 +261,9 @@ def profile(
     new_tokens = 64 + 2 * config["steps"] * len(config["backends"])
     with console.status(f"loading {config['model']}"):
         engine = decode_grid.make_engine(config, cells, new_tokens=new_tokens)
+    if warmup_only:
+        warm_up(engine, console)
+        return []
     rows = []
     for cell in cells:
         decode_grid.fill(engine, cell, suffix_tokens=config["suffix_tokens"], new_tokens=new_tokens)
@@ -305,17 +313,22 @@ def _table(config: Mapping[str, Any], rows: list[dict[str, Any]]):
     )
 
 
-def main(config: Mapping[str, Any], out: str | None) -> int:
+def main(config: Mapping[str, Any], out: str | None, *, warmup_only: bool = False) -> int:
     """Applies ``--out`` to a config and runs it."""
     fields = dict(config)
     if out is not None:
         fields["out"] = out
-    profile(fields)
+    profile(fields, warmup_only=warmup_only)
     return 0
 
 
 if __name__ == "__main__":
     CONFIG = config_flags.DEFINE_config_file("config", None, "File with a get_config().")
+    WARMUP = shared_flags.define_warmup()
     flags.adopt_module_key_flags(shared_flags)
     flags.mark_flag_as_required("config")
-    shared_flags.run(lambda: main(shared_flags.read_config(CONFIG), shared_flags.OUT.value))
+    shared_flags.run(
+        lambda: main(
+            shared_flags.read_config(CONFIG), shared_flags.OUT.value, warmup_only=WARMUP.value
+        )
+    )

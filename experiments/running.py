@@ -1,7 +1,7 @@
 """Runs one workload on one system after another, and compares what they answered.
 
 What enters is a model, an engine configuration and requests; what leaves are ``RunMetrics``. The
-binaries that measure engines share these pieces.
+binaries that run engines share these pieces.
 """
 
 import dataclasses
@@ -9,6 +9,9 @@ import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import rich.console
+import rich.progress
 
 from kvgrain_jax.engine import Engine, EngineConfig, Model, Request, RunMetrics, TokenEvent
 from kvgrain_jax.engine import system_config as named_system
@@ -83,6 +86,7 @@ def run_system(
     requests: Sequence[Request],
     on_event: Callable[[TokenEvent], None] | None = None,
     on_start: Callable[[], None] | None = None,
+    on_program: Callable[[str, int, int], None] | None = None,
 ) -> SystemRun:
     """Builds an engine, compiles its programs, serves the requests, and frees it.
 
@@ -94,6 +98,7 @@ def run_system(
       requests: the workload.
       on_event: called for new tokens.
       on_start: called when compilation is done and the clock starts.
+      on_program: called before each program is compiled, see ``Engine.warmup``.
 
     Raises:
       ConfigError: model and configuration do not fit together.
@@ -103,7 +108,7 @@ def run_system(
     begin = time.perf_counter()
     warmup_s = float("nan")
     try:
-        engine.warmup()
+        engine.warmup(on_program)
         warmup_s = time.perf_counter() - begin
         if on_start:
             on_start()
@@ -116,6 +121,34 @@ def run_system(
     del engine
     gc.collect()
     return SystemRun(metrics, warmup_s, complete)
+
+
+def warm_up(engine: Engine, console: rich.console.Console) -> float:
+    """Compiles the programs of an engine, with a progress bar.
+
+    Returns:
+      Seconds.
+    """
+    begin = time.perf_counter()
+    columns = (
+        rich.progress.TextColumn("compiling"),
+        rich.progress.BarColumn(),
+        rich.progress.MofNCompleteColumn(),
+        rich.progress.TimeElapsedColumn(),
+        rich.progress.TextColumn("{task.description}"),
+    )
+    with rich.progress.Progress(*columns, console=console) as bar:
+        task = bar.add_task("")
+
+        def on_program(name: str, done: int, total: int) -> None:
+            bar.update(task, description=name, completed=done, total=total)
+
+        engine.warmup(on_program)
+        total = bar.tasks[task].total
+        bar.update(task, description="", completed=total)
+    seconds = time.perf_counter() - begin
+    console.print(f"Compiled {total:.0f} programs in {seconds:.1f} s.")
+    return seconds
 
 
 def first_difference(runs: Mapping[str, RunMetrics]) -> Difference | None:

@@ -3,6 +3,8 @@
     python -m experiments.serve --config=configs/demo.py
     python -m experiments.serve --config=configs/trace.py --trace=conversation_trace.jsonl
 
+With ``--warmup`` it only compiles what the systems need, for later starts.
+
 Fields of a config (``--config.FIELD=VALUE`` changes one):
   model         name, file, folder or ``random:NAME``, see ``models.load``.
   dtype         dtype of the weights.
@@ -35,20 +37,27 @@ from experiments.running import (
     engine_configs,
     first_difference,
     run_system,
+    warm_up,
 )
 from experiments.workloads import Target, Workload
-from kvgrain_jax.engine import EngineConfig, Model, TokenEvent
+from kvgrain_jax.engine import Engine, EngineConfig, Model, TokenEvent
 from kvgrain_jax.errors import ConfigError
 
 FIELDS = ("model", "dtype", "systems", "engine", "workload", "must_agree", "out")
 
 
-def serve(config: Mapping[str, Any], console: rich.console.Console | None = None) -> int:
+def serve(
+    config: Mapping[str, Any],
+    console: rich.console.Console | None = None,
+    *,
+    warmup_only: bool = False,
+) -> int:
     """Runs a config.
 
     Args:
       config: see the module's docstring.
       console: where tables and progress go.
+      warmup_only: compile the programs of the systems and serve nothing.
 
     Returns:
       Exit code: 0, 1 where systems had to agree and did not, 130 after Ctrl-C.
@@ -69,6 +78,11 @@ def serve(config: Mapping[str, Any], console: rich.console.Console | None = None
 
     with console.status(f"loading {config['model']}"):
         loaded = models.load(config["model"], dtype=config["dtype"])
+    if warmup_only:
+        for name, system in systems.items():
+            console.print(f"{name}:")
+            warm_up(Engine(loaded.model, system), console)
+        return 0
     context = next(iter(systems.values())).max_context or loaded.model.max_context
     target = Target(
         loaded.model.vocabulary, min(context, loaded.model.max_context), loaded.tokenizer
@@ -120,15 +134,13 @@ def _run_all(
     columns = (
         rich.progress.TextColumn("{task.fields[system]:<10} {task.description:<9}"),
         rich.progress.BarColumn(),
-        rich.progress.TextColumn("{task.completed}/{task.total} requests"),
+        rich.progress.TextColumn("{task.completed}/{task.total} {task.fields[unit]}"),
         rich.progress.TextColumn("{task.fields[tokens]} tokens"),
         rich.progress.TimeElapsedColumn(),
     )
     with rich.progress.Progress(*columns, console=console) as progress:
         for name, config in systems.items():
-            task = progress.add_task(
-                "compiling", total=len(workload.requests), system=name, tokens=0
-            )
+            task = progress.add_task("compiling", system=name, unit="programs", tokens=0)
 
             def on_event(event: TokenEvent, task=task) -> None:
                 fields = progress.tasks[task].fields
@@ -138,10 +150,17 @@ def _run_all(
                     tokens=fields["tokens"] + len(event.tokens),
                 )
 
-            def on_start(task=task) -> None:
-                progress.reset(task, description="serving")
+            def on_program(_: str, done: int, total: int, task=task) -> None:
+                progress.update(task, completed=done, total=total)
 
-            runs[name] = run_system(model, config, workload.requests, on_event, on_start)
+            def on_start(task=task, name=name) -> None:
+                total = len(workload.requests)
+                fields = {"system": name, "unit": "requests", "tokens": 0}
+                progress.reset(task, description="serving", total=total, **fields)
+
+            runs[name] = run_system(
+                model, config, workload.requests, on_event, on_start, on_program
+            )
             progress.update(task, description="served" if runs[name].complete else "stopped")
             if not runs[name].complete:
                 break
@@ -271,7 +290,9 @@ def _show_agreement(
         )
 
 
-def main(config: Mapping[str, Any], trace: str | None, out: str | None) -> int:
+def main(
+    config: Mapping[str, Any], trace: str | None, out: str | None, *, warmup_only: bool = False
+) -> int:
     """Applies ``--trace`` and ``--out`` to a config and runs it."""
     fields = dict(config)
     if trace is not None:
@@ -280,14 +301,20 @@ def main(config: Mapping[str, Any], trace: str | None, out: str | None) -> int:
         fields["workload"] = {**kept, "path": trace}
     if out is not None:
         fields["out"] = out
-    return serve(fields)
+    return serve(fields, warmup_only=warmup_only)
 
 
 if __name__ == "__main__":
     CONFIG = config_flags.DEFINE_config_file("config", None, "File with a get_config().")
     TRACE = flags.DEFINE_string("trace", None, "Trace file to replay instead of the workload.")
+    WARMUP = shared_flags.define_warmup()
     flags.adopt_module_key_flags(shared_flags)
     flags.mark_flag_as_required("config")
     shared_flags.run(
-        lambda: main(shared_flags.read_config(CONFIG), TRACE.value, shared_flags.OUT.value)
+        lambda: main(
+            shared_flags.read_config(CONFIG),
+            TRACE.value,
+            shared_flags.OUT.value,
+            warmup_only=WARMUP.value,
+        )
     )

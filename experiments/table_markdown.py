@@ -117,12 +117,17 @@ def _origin(config: Mapping[str, Any], origins: Sequence[Mapping[str, Any]]) -> 
 
 
 def _agreement(config: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> list[str]:
-    same, compared = (sum(entry[name] for entry in found) for name in ("same", "compared"))
+    same, first, compared = (
+        sum(entry[name] for entry in found) for name in ("same", "same_first", "compared")
+    )
     if not compared:
         return []
     text = f"- Same tokens from all variants: {same} of {compared} requests"
     if same < compared and not config["must_agree"]:
-        text += f" (in {config['dtype']}, where sums in another order round differently)"
+        text += (
+            f", the same first token for {first} (in {config['dtype']}, where sums in another order "
+            "round differently; once a token differs, all that follow may)"
+        )
     return [f"{text}."]
 
 

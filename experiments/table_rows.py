@@ -107,8 +107,7 @@ def lacks_devices(cell: Mapping[str, Any]) -> str | None:
 def agreement(
     config: Mapping[str, Any], measured: Sequence[tuple[Unit, Mapping[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """For each cell and repetition that several variants served: how many requests got the same
-    tokens from all of them, and how many all of them answered."""
+    """What ``same_answers`` finds for each cell and repetition that several variants served."""
     answers: dict[tuple, dict[str, Any]] = {}
     for unit, result in measured:
         if result.get("answers"):
@@ -117,9 +116,8 @@ def agreement(
     found = []
     for key, by_variant in answers.items():
         if len(by_variant) > 1:
-            same, common = same_answers(by_variant)
             cell = dict(zip(config["axes"], key[1:-1], strict=True))
-            found.append({"cell": cell, "repetition": key[-1], "same": same, "compared": common})
+            found.append({"cell": cell, "repetition": key[-1], **same_answers(by_variant)})
     return found
 
 

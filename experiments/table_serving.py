@@ -43,8 +43,8 @@ def measure(
       progress: told what is going on.
 
     Returns:
-      ``metrics``; ``series`` for pictures; ``answers``, a digest of each request's tokens. None where
-      the user interrupted it.
+      ``metrics``; ``series`` for pictures; ``answers``, of each request its first token and a digest
+      of all of them. None where the user interrupted it.
 
     Raises:
       KVGrainError: the cell cannot be served by this variant.
@@ -69,7 +69,7 @@ def measure(
     return {
         "metrics": {**figures(run.metrics), "warmup_s": run.warmup_s},
         "series": series(run.metrics),
-        "answers": {r.id: _digest(r.tokens) for r in run.metrics.requests},
+        "answers": {r.id: [r.tokens[0], _digest(r.tokens)] for r in run.metrics.requests},
         "facts": workload.facts,
     }
 
@@ -117,13 +117,20 @@ def series(metrics: RunMetrics) -> dict[str, Any]:
     }
 
 
-def same_answers(answers: Mapping[str, Mapping[str, str]]) -> tuple[int, int]:
-    """Of the requests that all variants answered, how many got the same tokens, and how many there
-    are; ``answers`` holds each variant's."""
-    first, *others = answers.values()
-    common = [name for name in first if all(name in other for other in others)]
-    same = sum(all(other[name] == first[name] for other in others) for name in common)
-    return same, len(common)
+def same_answers(answers: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, int]:
+    """How many requests all variants answered (``compared``), and for how many of these they gave
+    the ``same`` tokens and the ``same_first`` token; ``answers`` holds each variant's."""
+    one, *others = answers.values()
+    common = [name for name in one if all(name in other for other in others)]
+
+    def equal(pick: Callable[[list[Any]], Any]) -> int:
+        return sum(all(pick(other[n]) == pick(one[n]) for other in others) for n in common)
+
+    return {
+        "same": equal(lambda answer: answer),
+        "same_first": equal(lambda answer: answer[0]),
+        "compared": len(common),
+    }
 
 
 def _digest(tokens: tuple[int, ...]) -> str:

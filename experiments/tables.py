@@ -8,7 +8,7 @@
 What leaves is a folder with ``table.md``, ``result.json`` and ``table.png``, and one file in ``cells`` for
 each finished measurement. Ctrl-C ends a run and renders what is there; the same command goes on where
 it stopped, and a full run takes over the cells of a headline run. ``--fresh`` measures all of it again;
-``--render`` measures nothing. The fields of a config are listed in ``experiments.table_spec``.
+``--render`` measures nothing, ``--warmup`` only compiles. The fields of a config are listed in ``experiments.table_spec``.
 """
 
 import functools
@@ -37,10 +37,11 @@ from experiments import (
     table_summary,
     table_workloads,
 )
+from experiments.running import warm_up
 from experiments.serve import make_console
 from experiments.table_spec import Unit
 from experiments.table_store import Store
-from kvgrain_jax import sharding
+from kvgrain_jax import Engine, sharding
 from kvgrain_jax.errors import ConfigError, KVGrainError
 
 METHODS: dict[str, Callable[..., dict[str, Any] | None]] = {
@@ -61,6 +62,7 @@ def run_table(
     *,
     fresh: bool = False,
     render_only: bool = False,
+    warmup_only: bool = False,
 ) -> int:
     """Measures what is not yet measured and renders the table.
 
@@ -69,6 +71,7 @@ def run_table(
       console: where progress and the table go.
       fresh: measure again what is there.
       render_only: measure nothing.
+      warmup_only: compile the programs of every engine of the table; measure and render nothing.
 
     Returns:
       Exit code: 0; 1 where a measurement failed or variants that had to agree did not; 130 after
@@ -84,6 +87,9 @@ def run_table(
     found = {unit.name: None if fresh else store.read(unit) for unit in work}
     work = [u for u in work if found[u.name] or not table_rows.lacks_devices(u.cell)]
     pending = [unit for unit in work if found[unit.name] is None]
+    if warmup_only:
+        _warm_up(config, pending, console)
+        return 0
     failures: dict[str, str] = {}
     complete = True
     if pending and not render_only:
@@ -98,6 +104,21 @@ def run_table(
         console.print("[bold]Interrupted:[/bold] the same command goes on from here.")
         return shared_flags.INTERRUPTED
     return int(bool(failures) or (config["must_agree"] and disagree))
+
+
+def _warm_up(
+    config: Mapping[str, Any], pending: Sequence[Unit], console: rich.console.Console
+) -> None:
+    """Compiles the programs of the engines of what is still to be measured."""
+    table_spec.check_device(config, pending)
+    engines = {
+        (unit.model, unit.dtype, unit.cell["tp"], unit.engine): unit.name
+        for unit in reversed(pending)
+        if unit.engine is not None
+    }
+    for (model, dtype, tp, engine), name in reversed(engines.items()):
+        console.print(f"{name}:")
+        warm_up(Engine(load_model(model, dtype, tp).model, engine), console)
 
 
 def _measure(
@@ -218,6 +239,7 @@ def main(
     *,
     fresh: bool,
     render_only: bool,
+    warmup_only: bool = False,
     summary: bool,
     results: str,
 ) -> int:
@@ -235,7 +257,7 @@ def main(
     fields = dict(config)
     if out is not None:
         fields["out"] = out
-    return run_table(fields, fresh=fresh, render_only=render_only)
+    return run_table(fields, fresh=fresh, render_only=render_only, warmup_only=warmup_only)
 
 
 if __name__ == "__main__":
@@ -246,6 +268,7 @@ if __name__ == "__main__":
     RESULTS = flags.DEFINE_string(
         "results", "results/h200/granikv", "Folder of the results that --summary reads."
     )
+    WARMUP = shared_flags.define_warmup()
     flags.adopt_module_key_flags(shared_flags)
     shared_flags.run(
         lambda: main(
@@ -253,6 +276,7 @@ if __name__ == "__main__":
             shared_flags.OUT.value,
             fresh=FRESH.value,
             render_only=RENDER.value,
+            warmup_only=WARMUP.value,
             summary=SUMMARY.value,
             results=RESULTS.value,
         )

@@ -11,6 +11,7 @@ from kvgrain_jax.attention.decode import row_order as row_order
 from kvgrain_jax.attention.dispatch import Choices as Choices
 from kvgrain_jax.attention.dispatch import DispatchRule as DispatchRule
 from kvgrain_jax.attention.dispatch import Occupancy as Occupancy
+from kvgrain_jax.attention.dispatch import fixed_choices as fixed_choices
 from kvgrain_jax.attention.dispatch import make_choices as make_choices
 from kvgrain_jax.attention.dispatch import make_rule as make_rule
 from kvgrain_jax.attention.partial import AttentionPartial as AttentionPartial

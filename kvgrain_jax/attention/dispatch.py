@@ -104,10 +104,10 @@ class DispatchRule:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Choices:
-    """Choices of a rule for one bucket of rows.
+    """Choices for one bucket of rows.
 
     Attributes:
-      backends: those that the rule can take in this bucket; the loop is compiled for these.
+      backends: what the loop is compiled for.
       table: ``[n_rows + 1]`` int32, the index in ``backends`` for each number of active rows.
     """
 
@@ -115,26 +115,25 @@ class Choices:
     table: np.ndarray
 
 
-def make_choices(
-    rule: DispatchRule, occupancy: Occupancy, *, n_rows: int, least: int = 1, every: bool = False
-) -> Choices:
-    """Choices for every number of active rows.
+def make_choices(rule: DispatchRule, occupancy: Occupancy, *, n_rows: int) -> Choices:
+    """Choices of a rule for every number of active rows.
 
-    A branch of the loop is compiled for each backend in ``backends``, and a branch costs as much
-    compilation as a model, so only those count that the rule takes for some number of rows from
-    ``least`` on. Fewer rows, once a few have finished, take what ``least`` rows take.
+    The loop is compiled for all backends of the rule, whether this batch can take them or not: one
+    program serves whatever a bucket of rows meets, so that no request waits for a compilation.
 
     Args:
       rule: the rule.
       occupancy: the batch.
       n_rows: rows of the bucket.
-      least: fewest rows that a batch in this bucket has when the loop is entered.
-      every: compile for every backend of the rule, whether it can be taken or not.
     """
-    top = max(least, n_rows)
-    names = [rule.choose(occupancy, max(rows, least)) for rows in range(top + 1)]
-    backends = rule.backends if every else tuple(b for b in rule.backends if b in set(names))
-    return Choices(backends, np.asarray([backends.index(name) for name in names], np.int32))
+    names = [rule.choose(occupancy, rows) for rows in range(n_rows + 1)]
+    return Choices(rule.backends, np.array([rule.backends.index(n) for n in names], np.int32))
+
+
+def fixed_choices(rule: DispatchRule, backend: str, *, n_rows: int) -> Choices:
+    """One backend for every number of rows; the program of the rule serves where it has it."""
+    backends = rule.backends if backend in rule.backends else (backend,)
+    return Choices(backends, np.full(n_rows + 1, backends.index(backend), np.int32))
 
 
 def make_rule(

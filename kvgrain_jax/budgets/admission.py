@@ -7,8 +7,6 @@ an admitted request always finishes. Source: Tangram §4.1.2, Equation 1.
 
 import dataclasses
 import itertools
-from collections import Counter, deque
-from collections.abc import Iterable
 
 import numpy as np
 from jaxtyping import Array, Bool
@@ -19,7 +17,7 @@ from kvgrain_jax.budgets.ledger import Counts, HeadLedger, Table
 from kvgrain_jax.budgets.shared import SharedPrefix
 from kvgrain_jax.budgets.turns import Span, SpanPlan, pages_of, plan_spans
 from kvgrain_jax.engine.request import Request
-from kvgrain_jax.errors import RequestError
+from kvgrain_jax.engine.serving import Line
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -137,7 +135,7 @@ class Sequence:
         return "length" if len(self.tokens) >= self.request.max_new_tokens else None
 
 
-class HeadScheduler:
+class HeadScheduler(Line[Sequence, Sequence]):
     """First come, first served; an admitted request can always finish.
 
     Args:
@@ -153,19 +151,12 @@ class HeadScheduler:
     """
 
     def __init__(self, ledger: HeadLedger, groups: HeadGroups, *, policy: str, max_rows: int):
+        super().__init__(max_rows)
         self.ledger = ledger
         self.groups = groups
         self.policy = policy
-        self.waiting: deque[Sequence] = deque()
-        self.rows: list[Sequence | None] = [None] * max_rows
         self.conversations: dict[str, Conversation] = {}
-        self._ids: set[str] = set()
         self._order = itertools.count()
-
-    @property
-    def running(self) -> list[Sequence]:
-        """The running requests."""
-        return [row for row in self.rows if row]
 
     def submit(self, sequence: Sequence) -> None:
         """Put a request at the end of the line.
@@ -173,38 +164,11 @@ class HeadScheduler:
         Raises:
           RequestError: its id is in use.
         """
-        self.check_ids([sequence.request.id])
-        self._ids.add(sequence.request.id)
+        self._enter(sequence.request.id, sequence)
         if sequence.conversation:
             sequence.conversation.busy = True
         if sequence.prefix:
             sequence.prefix.users += 1
-        self.waiting.append(sequence)
-
-    def check_ids(self, ids: Iterable[str]) -> None:
-        """Check that requests which are to be submitted have ids of their own.
-
-        Raises:
-          RequestError: an id is in use or given twice.
-        """
-        for name, count in Counter(ids).items():
-            if count > 1:
-                raise RequestError(f"Request {name}: {count} requests have this id.")
-            if name in self._ids:
-                raise RequestError(f"Request {name}: a request with this id is in the engine.")
-
-    def find(self, request_id: str) -> int | None:
-        """Row of a running request; None while it waits.
-
-        Raises:
-          RequestError: there is no such request.
-        """
-        if request_id not in self._ids:
-            raise RequestError(f"There is no request {request_id!r} in the engine.")
-        for index, row in enumerate(self.rows):
-            if row and row.request.id == request_id:
-                return index
-        return None
 
     def pages(self, sequence: Sequence) -> Counts:
         """Pages of each group that a request holds while it runs: its footprint."""

@@ -2,10 +2,11 @@
 
 A row appends one token to each of its heads, at the end of that head's own list; the pages for it
 were reserved at admission, so a step allocates nothing. The split table of the attention kernel is
-a compile-time constant: nothing is planned while decoding. Source: Tangram §4.3.
+made before the first request: nothing is planned while decoding. Source: Tangram §4.3.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -23,8 +24,8 @@ from kvgrain_jax.budgets.shared import SharedRows, attend_shared
 from kvgrain_jax.engine import batch as batches
 from kvgrain_jax.engine.batch import Batch
 from kvgrain_jax.engine.decode_loop import advance
-from kvgrain_jax.engine.sampling import sample
-from pallas_kernels.head_group_decode import head_group_decode
+from kvgrain_jax.engine.sampling import greedy_sample, sample
+from pallas_kernels.head_group_decode import DecodeWork, head_group_decode, layer_work
 
 
 @jax.tree_util.register_dataclass
@@ -82,7 +83,15 @@ def deactivate(batch: HeadBatch, index: Int[Array, ""]) -> HeadBatch:
 
 @partial(
     jax.jit,
-    static_argnames=("step", "n_rows", "max_steps", "groups", "splits", "scorer", "page_size"),
+    static_argnames=(
+        "step",
+        "n_rows",
+        "max_steps",
+        "groups",
+        "scorer",
+        "page_size",
+        "greedy",
+    ),
     donate_argnames=("kv", "batch"),
 )
 def decode_loop(
@@ -91,15 +100,16 @@ def decode_loop(
     batch: HeadBatch,
     n_steps: Int[Array, ""],
     max_finished: Int[Array, ""],
+    works: Sequence[DecodeWork] | None = None,
     shared: SharedRows | None = None,
     *,
     step,
     n_rows: int,
     max_steps: int,
     groups: HeadGroups,
-    splits: SplitTable | None,
     scorer: ChunkScorer,
     page_size: int,
+    greedy: bool,
 ) -> tuple[HeadKV, HeadBatch, HeadTrace]:
     """Decode up to ``n_steps`` tokens of every active row.
 
@@ -109,14 +119,16 @@ def decode_loop(
       batch: the batch; donated.
       n_steps: steps to run, at most ``max_steps``.
       max_finished: stop after the step in which so many rows have finished.
+      works: for each layer into how many parts the kernel cuts each head's tokens, see
+        ``layer_works``; None cuts none.
       shared: prefixes that the rows share; None where no request may.
       step: the model, see ``engine.model.Model.step``.
       n_rows: rows in front of the batch to compute (a bucket).
       max_steps: capacity of the trace.
       groups: the head groups.
-      splits: into how many parts the kernel cuts each head's tokens; None cuts none.
       scorer: scores that new tokens get on arrival.
       page_size: rows of a page.
+      greedy: take the most likely tokens whatever the sampling parameters are.
 
     Returns:
       ``(kv, batch, trace)``. The loop ends after ``n_steps``, when no row is active, or when
@@ -132,11 +144,9 @@ def decode_loop(
     def body(state):
         kv, head, trace, finished = state
         rows = head.rows
-        attend = _attend(
-            head, shared, groups=groups, splits=splits, scorer=scorer, page_size=page_size
-        )
+        attend = _attend(head, works, shared, groups=groups, scorer=scorer, page_size=page_size)
         logits, kv = step(params, rows.tokens, rows.lengths, kv, attend)
-        token = sample(
+        token = (greedy_sample if greedy else sample)(
             logits, rows.temperature, rows.top_k, rows.top_p, rows.seed, rows.n_generated
         )
         trace = HeadTrace(
@@ -153,7 +163,7 @@ def decode_loop(
 
     trace = HeadTrace(jnp.full((max_steps, n_rows), -1, jnp.int32), jnp.int32(0))
     kv, head, trace, _ = lax.while_loop(cond, body, (kv, head, trace, jnp.int32(0)))
-    return kv, jax.tree.map(lambda x, y: x.at[:n_rows].set(y), batch, head), trace
+    return kv, batches.put_first(batch, head), trace
 
 
 def layer_members(groups: HeadGroups, layer: int) -> np.ndarray:
@@ -161,17 +171,40 @@ def layer_members(groups: HeadGroups, layer: int) -> np.ndarray:
     return np.where(groups.members[..., 0] == layer, groups.members[..., 1], -1).astype(np.int32)
 
 
-def layer_splits(splits: SplitTable | None, layer: int) -> tuple[int, ...] | None:
-    """Splits of each KV head of a layer."""
-    return None if splits is None else tuple(splits.splits[layer].tolist())
+def layer_works(
+    groups: HeadGroups, splits: SplitTable | None, *, n_blocks: int, n_rows: int, n_heads: int
+) -> list[DecodeWork]:
+    """Work list of the decode kernel for each layer, all of one size whatever the split table is.
+
+    Args:
+      groups: the head groups.
+      splits: into how many parts each head's tokens are cut; None cuts none.
+      n_blocks: blocks of one row that the table was made for.
+      n_rows: rows of the batch.
+      n_heads: query heads.
+    """
+    return [
+        jax.tree.map(
+            jnp.asarray,
+            layer_work(
+                layer_members(groups, layer),
+                None if splits is None else tuple(splits.splits[layer].tolist()),
+                n_rows=n_rows,
+                n_heads=n_heads,
+                n_entries=groups.n_kv_heads + (0 if splits is None else n_blocks),
+                width=1 if splits is None else n_blocks,
+            ),
+        )
+        for layer in range(groups.n_layers)
+    ]
 
 
 def _attend(
     head: HeadBatch,
+    works: Sequence[DecodeWork] | None,
     shared: SharedRows | None,
     *,
     groups: HeadGroups,
-    splits: SplitTable | None,
     scorer: ChunkScorer,
     page_size: int,
 ):
@@ -207,7 +240,7 @@ def _attend(
             members=layer_members(groups, layer),
             page_size=page_size,
             scale=head_dim**-0.5,
-            splits=layer_splits(splits, layer),
+            work=None if works is None else works[layer],
             prefix=attend_shared(q, kv, layer, shared, n_heads) if shared else None,
             out_dtype=q.dtype,
         )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from kvgrain_jax.budgets import decode
+from kvgrain_jax.budgets import decode, ragged
 from kvgrain_jax.budgets.admission import Sequence
 from kvgrain_jax.budgets.budget import BudgetPlan
 from kvgrain_jax.budgets.engine_config import HeadEngineConfig
@@ -25,6 +25,7 @@ from kvgrain_jax.budgets.shared import (
 )
 from kvgrain_jax.engine import batch as batches
 from kvgrain_jax.engine.model import Model
+from pallas_kernels.head_group_decode import DecodeWork
 
 
 class HeadDevice:
@@ -58,7 +59,8 @@ class HeadDevice:
         self.batch = decode.init(config.max_batch, width, groups)
         self._shares = geometry.n_hot_pages > 0
         self._shared: tuple[list[SharedPrefix | None], SharedRows] | None = None
-        self._splits = config.splits(plan, groups, max_context)
+        self._kernels = ragged.head_kernels(model.n_heads, model.n_kv_heads, model.head_dim)
+        self._works = {n: self._decode_works(plan, n) for n in config.batch_buckets}
 
     def compute_chunk(
         self, row: Sequence, *, selects: bool
@@ -91,6 +93,8 @@ class HeadDevice:
             page_size=self.config.page_size,
             selects=selects,
             shrinks=plan.shrinks,
+            greedy=self.config.greedy,
+            kernels=self._kernels,
             max_context=self.max_context,
         )
         return token, finite
@@ -128,14 +132,15 @@ class HeadDevice:
             self.batch,
             jnp.int32(n_steps),
             jnp.int32(max_finished),
+            self._works[n_rows],
             self._share_rows(rows[:n_rows]) if self._shares else None,
             step=self.model.step,
             n_rows=n_rows,
             max_steps=self.config.decode_steps,
             groups=self.groups,
-            splits=self._splits,
             scorer=self.config.scorer,
             page_size=self.config.page_size,
+            greedy=self.config.greedy,
         )
         return np.asarray(trace.tokens)[: int(trace.n_steps)]
 
@@ -155,6 +160,18 @@ class HeadDevice:
         """Numbers of the heads in the order of the groups, on the device."""
         return jnp.asarray(self.groups.by_group(values), jnp.int32)
 
+    def _decode_works(self, plan: BudgetPlan, n_rows: int) -> list[DecodeWork] | None:
+        n_blocks = self.config.row_blocks(n_rows, self._kernels)
+        if n_blocks == 0:
+            return None
+        return decode.layer_works(
+            self.groups,
+            self.config.splits(plan, self.max_context, n_blocks),
+            n_blocks=n_blocks,
+            n_rows=n_rows,
+            n_heads=self.model.n_heads,
+        )
+
     def _runs(self, prefix: SharedPrefix | None):
         return runs_of(prefix, self.model.n_layers, self.model.n_kv_heads)
 
@@ -167,6 +184,8 @@ class HeadDevice:
                 n_layers=self.model.n_layers,
                 n_kv_heads=self.model.n_kv_heads,
                 n_rows_of_slabs=self.ledger.geometry.n_hot_rows,
+                n_rows_of_pool=self.ledger.geometry.n_rows,
+                kernels=self._kernels,
             )
             self._shared = prefixes, plan
         return self._shared[1]

@@ -6,9 +6,7 @@ Tangram §4.
 """
 
 import dataclasses
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,14 +20,14 @@ from kvgrain_jax.budgets.ledger import HeadLedger
 from kvgrain_jax.budgets.prefix_store import PrefixStore
 from kvgrain_jax.budgets.turns import Span, SpanPlan
 from kvgrain_jax.engine import batch as batches
-from kvgrain_jax.engine.engine import TokenEvent
-from kvgrain_jax.engine.metrics import RequestMetrics, RunMetrics
+from kvgrain_jax.engine.metrics import RequestMetrics
 from kvgrain_jax.engine.model import Model
 from kvgrain_jax.engine.request import Request
+from kvgrain_jax.engine.serving import Serving, TokenEvent
 from kvgrain_jax.errors import ConfigError, KVGrainError, RequestError
 
 
-class HeadEngine:
+class HeadEngine(Serving[HeadScheduler]):
     """Serves requests with one model on one device, each KV head with its own budget of tokens.
 
     Args:
@@ -65,11 +63,14 @@ class HeadEngine:
         self.model, self.plan, self.groups, self.config = model, plan, groups, config
         self.max_context = min(config.max_context or model.max_context, model.max_context)
         self.device = HeadDevice(model, plan, groups, config, self.max_context)
-        self.scheduler = HeadScheduler(
-            self.ledger, groups, policy=config.turns, max_rows=config.max_batch
-        )
         self.prefixes = PrefixStore(self.ledger)
-        self._begin()
+        bytes_per_token = (
+            2 * plan.demands.size * model.head_dim * jnp.dtype(config.kv_dtype).itemsize
+        )
+        super().__init__(
+            HeadScheduler(self.ledger, groups, policy=config.turns, max_rows=config.max_batch),
+            bytes_per_token,
+        )
 
     @property
     def ledger(self) -> HeadLedger:
@@ -165,16 +166,6 @@ class HeadEngine:
         self.scheduler.forget_cache(self._idle(name))
         del self.scheduler.conversations[name]
 
-    @property
-    def has_work(self) -> bool:
-        """Whether a request is waiting or running."""
-        return bool(self.scheduler.waiting or self.scheduler.running)
-
-    @property
-    def now(self) -> float:
-        """Seconds since the start of the run."""
-        return time.perf_counter() - self._start
-
     def check_integrity(self) -> None:
         """Check that every page has one owner; reads device state, so it is slow.
 
@@ -185,51 +176,31 @@ class HeadEngine:
         holdings += [talk.cache for talk in self.scheduler.conversations.values()]
         self.ledger.check_integrity([holding.table for holding in holdings if holding])
 
+    def warmup(self) -> None:
+        """Compile the decode loop of every bucket by a run that changes nothing.
+
+        Prompts are computed by programs that depend on what is to be chosen: serve one to compile
+        them.
+        """
+        for n_rows in self.config.batch_buckets:
+            rows = self.scheduler.rows[:n_rows]
+            self.device.decode(rows, n_rows=n_rows, n_steps=0, max_finished=n_rows)
+
     # -- the run ---------------------------------------------------------------------------------
 
-    def run(
-        self,
-        requests: Iterable[Request],
-        on_event: Callable[[TokenEvent], None] | None = None,
-    ) -> RunMetrics:
-        """Serve requests as they arrive, by the wall clock, until all are done.
-
-        Args:
-          requests: in any order; each is submitted ``arrival`` seconds after this call.
-          on_event: called for every group of new tokens (streaming).
-
-        Returns:
-          The metrics of this run, also in ``self.metrics`` while it goes on.
-
-        Raises:
-          RequestError: a request can never be served, or an id is in use or given twice; no
-            request was started.
-        """
-        pending = deque(sorted(requests, key=lambda request: request.arrival))
-        for request in pending:
-            self.check(request)
-        self.scheduler.check_ids(request.id for request in pending)
-        self._begin()
-        while pending or self.has_work:
-            while pending and pending[0].arrival <= self.now:
-                self.submit(pending.popleft())
-            if not self.has_work:
-                time.sleep(max(0.0, pending[0].arrival - self.now))
-                continue
-            for event in self.step():
-                if on_event:
-                    on_event(event)
-        return self.metrics
-
-    def step(self) -> list[TokenEvent]:
-        """Admit, compute one chunk of a prompt, decode a few tokens of every active row.
+    def _step(self) -> list[TokenEvent]:
+        """See ``step``.
 
         Raises:
           KVGrainError: scores of a request are not numbers; that request has ended, its pages are
             free, the others go on.
         """
+        return [*self.prefill(), *self._decode()]
+
+    def prefill(self) -> list[TokenEvent]:
+        """Only admit, and compute one chunk of a prompt; raises as ``step``."""
         self.scheduler.admit()
-        return [*self._prefill(), *self._decode()]
+        return list(self._prefill())
 
     def _prefill(self) -> Iterator[TokenEvent]:
         index = self.scheduler.next_prompt()
@@ -318,12 +289,6 @@ class HeadEngine:
 
     # -- checks ----------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        bytes_per_token = 2 * self.plan.demands.size * self.model.head_dim
-        bytes_per_token *= jnp.dtype(self.config.kv_dtype).itemsize
-        self.metrics = RunMetrics(kv_bytes_per_token=bytes_per_token)
-        self._start = time.perf_counter()
-
     def _sequence(
         self, request: Request, conversation: str | None, retention: float | None
     ) -> Sequence:
@@ -372,5 +337,10 @@ class HeadEngine:
                 f"{name}: its footprint is {pages} pages, the pool has "
                 f"{geometry.n_pages - geometry.n_hot_pages}; make the pool larger, the retention "
                 "smaller or the request shorter."
+            )
+        if self.config.greedy and request.sampling.temperature > 0:
+            raise RequestError(
+                f"{name}: temperature is {request.sampling.temperature}, but the engine was made for "
+                "greedy requests only; set greedy to False in its configuration."
             )
         batches.check_request(request)

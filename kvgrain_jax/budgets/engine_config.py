@@ -3,9 +3,9 @@
 import dataclasses
 
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
+from kvgrain_jax.attention.plan import KernelShape
 from kvgrain_jax.budgets.budget import BudgetPlan
 from kvgrain_jax.budgets.chunk_scores import ChunkScorer
 from kvgrain_jax.budgets.groups import HeadGroups
@@ -15,6 +15,8 @@ from kvgrain_jax.budgets.turns import FLOORS, TURN_POLICIES
 from kvgrain_jax.engine.model import Model
 from kvgrain_jax.errors import ConfigError
 
+# Blocks that a multiprocessor runs at once: four warps and their tiles each.
+BLOCKS_PER_WORKER = 4
 DEFAULT_SCORER = ChunkScorer()
 
 
@@ -30,10 +32,12 @@ class HeadEngineConfig:
         that a request declares (``Request.shared_tokens``) is compressed once for all its sharers;
         with 0 every request computes its own.
       slab_align: heads in a slab begin at a multiple of so many rows (the kernels' KV tile).
+      greedy: serve greedy requests only: no program then has a branch for drawing tokens, for which
+        a GPU waits for the host.
       turns: what later turns of a conversation keep, see ``kvgrain_jax.budgets.turns``.
       floors: what a head may hold while its prompt is computed, see ``SpanPlan.held``.
-      n_blocks: blocks of the decode kernel that the device runs at once, for one row of the batch:
-        the split table is made for them. 0 cuts nothing.
+      n_blocks: blocks of the decode kernel that the device runs at once, which the rows of a batch
+        share: the split table is made for them. None asks the device; 0 cuts nothing.
       balance: ``"budgets"`` cuts heads in proportion to their budgets (Tangram's Algorithm 1),
         ``"even"`` all into as many parts.
       max_context: tokens of one request or conversation; the model's own where None.
@@ -55,9 +59,10 @@ class HeadEngineConfig:
     scorer: ChunkScorer = DEFAULT_SCORER
     hot_bytes: int = 0
     slab_align: int = 64
+    greedy: bool = False
     turns: str = "first_prompt_only"
     floors: str = "final"
-    n_blocks: int = 0
+    n_blocks: int | None = None
     balance: str = "budgets"
     max_context: int | None = None
     max_batch: int = 8
@@ -75,7 +80,7 @@ class HeadEngineConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give at least 1.")
         if self.max_context is not None and self.max_context < 1:
             raise ConfigError(f"max_context is {self.max_context}; give at least 1.")
-        if self.n_blocks < 0:
+        if self.n_blocks is not None and self.n_blocks < 0:
             raise ConfigError(f"n_blocks is {self.n_blocks}; give a number of blocks, or 0.")
         for name, options in (
             ("turns", TURN_POLICIES),
@@ -108,10 +113,21 @@ class HeadEngineConfig:
         )
         return dataclasses.replace(geometry, n_hot_pages=self.hot_bytes // geometry.page_bytes)
 
-    def splits(self, plan: BudgetPlan, groups: HeadGroups, n_tokens: int) -> SplitTable | None:
-        """The split table for contexts of about ``n_tokens`` tokens; None where nothing is cut."""
-        if self.n_blocks == 0:
+    def row_blocks(self, n_rows: int, kernels: KernelShape | None) -> int:
+        """Blocks of the decode kernel for each of ``n_rows`` rows; 0 where nothing is cut.
+
+        Args:
+          n_rows: rows of the batch.
+          kernels: shape that the GPU kernels are scheduled for, if they run.
+        """
+        n_blocks = self.n_blocks
+        if n_blocks is None:
+            n_blocks = BLOCKS_PER_WORKER * kernels.n_workers if kernels else 0
+        return n_blocks if n_blocks == 0 else max(1, n_blocks // n_rows)
+
+    def splits(self, plan: BudgetPlan, n_tokens: int, n_blocks: int) -> SplitTable | None:
+        """The split table of one row for contexts of about ``n_tokens`` tokens; None cuts nothing."""
+        if n_blocks == 0:
             return None
-        lengths = np.asarray(plan.budgets(n_tokens))
         cut = partition if self.balance == "budgets" else even_partition
-        return cut(lengths, n_blocks=self.n_blocks, page_size=self.page_size)
+        return cut(plan.budgets(n_tokens), n_blocks=n_blocks, page_size=self.page_size)

@@ -26,6 +26,8 @@ class HeadGroups:
       members: int32 ``[n_groups, G_h, 2]``: ``(layer, head)`` of each place of each group.
       n_layers: ``L``.
       n_kv_heads: ``K``.
+      unified: all groups of a request hold as many pages as the one that needs most, as where one
+        page table serves all layers.
 
     Raises:
       ConfigError: some head is in no group or in two, or does not exist.
@@ -34,6 +36,7 @@ class HeadGroups:
     members: Int[np.ndarray, "n_groups G_h 2"]
     n_layers: int
     n_kv_heads: int
+    unified: bool = False
 
     def __post_init__(self):
         layer, head = self.members[..., 0], self.members[..., 1]
@@ -119,7 +122,8 @@ def group_pages(
     """
     if page_size < 1:
         raise ConfigError(f"page_size is {page_size}; give a positive number.")
-    return -(-groups.by_group(budgets).max(axis=1).astype(np.int64) // page_size)
+    pages = -(-groups.by_group(budgets).max(axis=1).astype(np.int64) // page_size)
+    return np.full_like(pages, pages.max()) if groups.unified else pages
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,8 +5,8 @@ moves into one HOT slab, head behind head, each a run of consecutive single-head
 
     slab:  | layer 0, head 0 ...... | layer 0, head 1 . | layer 0, head 2 ... |     | layer L - 1 ... |
 
-To a kernel every head is a model of one KV head whose rows are the requests, so a step reads the
-survivors of a head once for all sharers, by segment attention over a list of runs of any lengths.
+A step reads the survivors of a head once for all sharers, by segment attention over runs of any
+lengths (``kvgrain_jax.budgets.ragged``).
 """
 
 import dataclasses
@@ -21,14 +21,15 @@ from jaxtyping import Array, Float, Int
 
 from kvgrain_jax.attention.plan import (
     DENSE_TILING,
+    KernelShape,
     Segment,
     Tiling,
     make_work_list,
     work_capacity,
 )
-from kvgrain_jax.budgets import pool
+from kvgrain_jax.attention.prefill import SegmentWork
+from kvgrain_jax.budgets import pool, ragged
 from kvgrain_jax.budgets.pool import HeadKV
-from pallas_kernels import segment_partials
 from pallas_kernels.row_partials import RowPartials
 
 
@@ -128,23 +129,17 @@ def store_prefix(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SharedRows:
-    """Which rows of a batch share which runs. Row ``p`` of head ``h`` has the number ``h * B + p``.
+    """Which rows of a batch share which runs.
 
     Attributes:
       order: the batch row at each place; sharers of a prefix are next to each other.
       place: the place of each batch row.
-      segments: ``(first row of the run, length, first sharer, sharers)`` of each layer.
-      items: tiles of each layer, see ``attention.plan.WorkList``.
-      n_items: tiles of each layer that count.
-      tiling: size of a tile.
+      works: the runs of each layer, and their sharers as rows of heads, see ``budgets.ragged``.
     """
 
     order: Int[Array, "B"]
     place: Int[Array, "B"]
-    segments: Int[Array, "L segments 4"]
-    items: Int[Array, "L W 3"]
-    n_items: Int[Array, "L"]
-    tiling: Tiling = dataclasses.field(metadata={"static": True})
+    works: list[SegmentWork]
 
 
 def share_rows(
@@ -153,7 +148,8 @@ def share_rows(
     n_layers: int,
     n_kv_heads: int,
     n_rows_of_slabs: int,
-    tiling: Tiling = DENSE_TILING,
+    n_rows_of_pool: int,
+    kernels: KernelShape | None = None,
 ) -> SharedRows:
     """Plan the shared part of a batch. Its shapes depend on everything but the prefixes.
 
@@ -162,7 +158,8 @@ def share_rows(
       n_layers: ``L``.
       n_kv_heads: ``K``.
       n_rows_of_slabs: single-head rows that hold slabs.
-      tiling: rows and keys of a tile.
+      n_rows_of_pool: single-head rows of the pool.
+      kernels: shape to schedule the GPU kernels for, see ``ragged.head_kernels``.
     """
     n_rows = len(prefixes)
     kinds = {id(prefix): i for i, prefix in enumerate(prefixes) if prefix}
@@ -175,9 +172,10 @@ def share_rows(
         elif prefix:
             runs.append((prefix, place, 1))
     capacity = n_rows * n_kv_heads
-    table = np.zeros((n_layers, capacity, 4), np.int32)
-    work = []
-    for layer in range(n_layers):
+    tiling = Tiling(min(DENSE_TILING.row_tile, n_rows), DENSE_TILING.kv_tile)
+    size = work_capacity(tiling, n_rows, n_rows_of_slabs, capacity)
+
+    def of_layer(layer: int) -> SegmentWork:
         segments = [
             Segment(
                 int(prefix.starts[layer, head]),
@@ -188,17 +186,22 @@ def share_rows(
             for prefix, first, n in runs
             for head in range(n_kv_heads)
         ]
-        if segments:
-            table[layer, : len(segments)] = segments
-        size = work_capacity(tiling, n_rows, n_rows_of_slabs, capacity)
-        work.append(make_work_list(segments, tiling, size))
+        table = np.zeros((capacity, 4), np.int32)
+        table[: len(segments)] = np.asarray(segments, np.int32).reshape(-1, 4)
+        return SegmentWork(jnp.asarray(table), make_work_list(segments, tiling, size))
+
+    works = ragged.schedule_layers(
+        [of_layer(layer) for layer in range(n_layers)],
+        kernels,
+        n_slots=n_rows_of_pool,
+        n_rows=capacity,
+        most_rows=n_rows,
+        least_rows=1,
+    )
     return SharedRows(
         order=jnp.asarray(order, jnp.int32),
         place=jnp.asarray(np.argsort(order), jnp.int32),
-        segments=jnp.asarray(table),
-        items=jnp.stack([part.items for part in work]),
-        n_items=jnp.stack([part.n_items for part in work]),
-        tiling=tiling,
+        works=works,
     )
 
 
@@ -206,23 +209,8 @@ def attend_shared(
     q: Float[Array, "B H D"], kv: HeadKV, layer: int, shared: SharedRows, n_kv_heads: int
 ) -> RowPartials:
     """Attention of each row to the survivors of its prefix, for ``head_group_decode`` to merge."""
-    n_rows, _, head_dim = q.shape
-    by_head = q[shared.order].reshape(n_rows, n_kv_heads, -1, head_dim).swapaxes(0, 1)
-    found = segment_partials(
-        by_head.reshape(n_kv_heads * n_rows, -1, head_dim),
-        kv.k.reshape(-1, 1, head_dim),
-        kv.v.reshape(-1, 1, head_dim),
-        shared.segments[layer],
-        shared.items[layer],
-        shared.n_items[layer],
-        row_tile=shared.tiling.row_tile,
-        kv_tile=shared.tiling.kv_tile,
-        scale=head_dim**-0.5,
-    )
-
-    def by_row(x):
-        return x.reshape(n_kv_heads, n_rows, *x.shape[2:]).swapaxes(0, 1)[shared.place]
-
+    work = shared.works[layer]
+    found = ragged.attend_runs(q[shared.order], kv.k, kv.v, work, n_kv_heads=n_kv_heads)
     return dataclasses.replace(
-        found, places=by_row(found.places), counts=by_row(found.counts[..., 0])
+        found, places=found.places[shared.place], counts=found.counts[shared.place]
     )

@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kvgrain_jax.engine.request import Request
@@ -153,6 +154,13 @@ def set_pages(
 def row_pages(batch: Batch, indices: Int[Array | np.ndarray, "R"]) -> Int[Array, "R T"]:
     """Page tables of the rows at ``indices``."""
     return batch.pages[indices]
+
+
+def put_first[T](batch: T, rows: T) -> T:
+    """A tree of arrays whose first rows are those of another; inside a program."""
+    # Not `x.at[:n].set(y)`: its empty index arrays become constants of the program, over which XLA's
+    # partitioner crashes on several devices (jaxlib 0.11.2).
+    return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, 0, 0), batch, rows)
 
 
 def compile_calls(batch: Batch, capacity: int) -> Batch:

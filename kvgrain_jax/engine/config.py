@@ -29,8 +29,6 @@ class EngineConfig:
       m_sat: threshold of the ``meff`` rule; the device's own where None.
       greedy: serve greedy requests only. The decode loop then has no branch for drawing tokens, for
         which a GPU waits for the host in every step.
-      every_backend: compile each decode loop for all backends of the rule, also for those that it
-        cannot take with the rows of a bucket.
       page_size: tokens of a COLD page: 1, 4 or 16.
       hot_fraction: share of the pool that is HOT, in [0, 1]; 0 keeps every prefix in COLD.
       policy: ``"always"`` or ``"after_hits:N"``, see ``kvgrain_jax.prefix.policy``.
@@ -61,7 +59,6 @@ class EngineConfig:
     rule: str = "auto"
     m_sat: int | None = None
     greedy: bool = False
-    every_backend: bool = False
     page_size: int = 1
     hot_fraction: float = 0.2
     policy: str = "always"

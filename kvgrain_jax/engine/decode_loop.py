@@ -14,11 +14,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from kvgrain_jax.attention import DecodePlan, decode_attention, row_order
-from kvgrain_jax.engine.batch import Batch
+from kvgrain_jax.engine.batch import Batch, put_first
 from kvgrain_jax.engine.ranks import Ranks
 from kvgrain_jax.engine.sampling import greedy_sample, sample
 from kvgrain_jax.pools import KVCache, buffers, cold
-from kvgrain_jax.sharding import sample_sharded
+from kvgrain_jax.sharding import greedy_sharded, sample_sharded
 
 
 @jax.tree_util.register_dataclass
@@ -98,7 +98,7 @@ def decode_loop(
         max_steps=max_steps,
         backends=backends,
         page_size=page_size,
-        draw=greedy_sample if greedy else sample,
+        greedy=greedy,
         axis=ranks.axis,
     )
     return ranks.run(
@@ -121,7 +121,7 @@ def _loop(
     max_steps: int,
     backends: tuple[str, ...],
     page_size: int,
-    draw,
+    greedy: bool,
     axis: str | None,
 ) -> tuple[KVCache, cold.ColdState, Batch, DecodeTrace]:
     """``decode_loop`` on one rank."""
@@ -148,16 +148,7 @@ def _loop(
         n_active = jnp.sum(rows.active, dtype=jnp.int32)
         choice = choices[n_active]
         logits, kv = lax.switch(choice, [partial(run, name) for name in backends], kv)
-        token = sample_sharded(
-            draw,
-            logits,
-            rows.temperature,
-            rows.top_k,
-            rows.top_p,
-            rows.seed,
-            rows.n_generated,
-            axis=axis,
-        )
+        token = _next_token(logits, rows, greedy=greedy, axis=axis)
         trace = dataclasses.replace(
             trace,
             tokens=trace.tokens.at[trace.n_steps].set(jnp.where(rows.active, token, -1)),
@@ -178,8 +169,15 @@ def _loop(
     )
     kv, pool, head, trace, _ = lax.while_loop(cond, body, (kv, pool, head, trace, jnp.int32(0)))
     starved = jnp.any(head.active) & ~_enough_pages(pool, head, page_size)
-    batch = jax.tree.map(lambda x, y: x.at[:n_rows].set(y), batch, head)
+    batch = put_first(batch, head)
     return kv, pool, batch, dataclasses.replace(trace, starved=starved)
+
+
+def _next_token(logits, rows: Batch, *, greedy: bool, axis: str | None) -> Int[Array, "B"]:
+    if greedy:
+        return greedy_sample(logits) if axis is None else greedy_sharded(logits, axis=axis)
+    parameters = (rows.temperature, rows.top_k, rows.top_p, rows.seed, rows.n_generated)
+    return sample_sharded(sample, logits, *parameters, axis=axis)
 
 
 def _needs_page(rows: Batch, page_size: int):

@@ -8,19 +8,17 @@ loop runs.
 """
 
 import dataclasses
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvgrain_jax.attention import Choices, Occupancy, Segment, kernel_shape, make_choices
+from kvgrain_jax.attention import fixed_choices, kernel_shape
 from kvgrain_jax.engine import batch as batches
 from kvgrain_jax.engine.config import EngineConfig
 from kvgrain_jax.engine.decode_loop import DecodeTrace, decode_loop
-from kvgrain_jax.engine.metrics import RequestMetrics, RunMetrics, Sample, StepTrace
+from kvgrain_jax.engine.metrics import RequestMetrics, Sample, StepTrace
 from kvgrain_jax.engine.model import Model
 from kvgrain_jax.engine.packing import PromptPart, pack_chunk
 from kvgrain_jax.engine.prefill_step import prefill_step
@@ -28,28 +26,11 @@ from kvgrain_jax.engine.ranks import Ranks
 from kvgrain_jax.engine.request import Request
 from kvgrain_jax.engine.rows import BatchPlan, Row, plan_batch
 from kvgrain_jax.engine.scheduler import Scheduler
+from kvgrain_jax.engine.serving import Serving, TokenEvent
 from kvgrain_jax.errors import KVGrainError, RequestError
 from kvgrain_jax.pools import cold
 from kvgrain_jax.prefix import PrefixCache
 from kvgrain_jax.prefix.policy import parse as parse_policy
-from kvgrain_jax.sharding import broadcast
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenEvent:
-    """New tokens of one request.
-
-    Attributes:
-      id: the request.
-      tokens: its new tokens, in order.
-      finished: no more will follow.
-      reason: ``"stop"`` or ``"length"`` where finished, else None.
-    """
-
-    id: str
-    tokens: tuple[int, ...]
-    finished: bool = False
-    reason: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,7 +42,7 @@ class _Decoding:
     trace: DecodeTrace
 
 
-class Engine:
+class Engine(Serving[Scheduler]):
     """Serves requests with one model on one device.
 
     Args:
@@ -87,14 +68,14 @@ class Engine:
         policy = parse_policy(config.policy, config.min_hot_tokens)
         self._ranks = Ranks.of(model)
         self.cache = PrefixCache(geometry, policy, row_pages, mesh=model.mesh)
-        self.scheduler = Scheduler(
+        scheduler = Scheduler(
             self.cache,
             max_rows=config.max_batch,
             chunk_tokens=config.chunk_tokens,
             chunk_requests=config.chunk_requests,
             min_shared=config.min_hot_tokens,
         )
-        self.metrics = RunMetrics(kv_bytes_per_token=geometry.bytes_per_token)
+        super().__init__(scheduler, geometry.bytes_per_token)
         self._rule = config.dispatch_rule(model)
         self._group = model.n_heads // model.n_kv_heads
         ranks = self._ranks.size
@@ -105,7 +86,6 @@ class Engine:
         self._params = model.params
         self._plan: BatchPlan | None = None
         self._unread: tuple[list[Row | None], jax.Array] | None = None
-        self._start = time.perf_counter()
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -163,16 +143,6 @@ class Engine:
             self._batch = batches.deactivate(self._batch, np.int32(index))
             self._leave([index])
 
-    @property
-    def has_work(self) -> bool:
-        """Whether a request is waiting or running."""
-        return bool(self.scheduler.waiting or self.scheduler.running)
-
-    @property
-    def now(self) -> float:
-        """Seconds since the start of the run."""
-        return time.perf_counter() - self._start
-
     def update_params(self, params) -> None:
         """Serve with other weights from now on; every cached prefix is forgotten.
 
@@ -201,47 +171,6 @@ class Engine:
 
     # -- the run ---------------------------------------------------------------------------------
 
-    def run(
-        self,
-        requests: Iterable[Request],
-        on_event: Callable[[TokenEvent], None] | None = None,
-    ) -> RunMetrics:
-        """Serve requests as they arrive, by the wall clock, until all are done.
-
-        Args:
-          requests: in any order; each is submitted ``arrival`` seconds after this call.
-          on_event: called for every group of new tokens (streaming).
-
-        Returns:
-          The metrics of this run, also in ``self.metrics`` while it goes on.
-
-        Raises:
-          RequestError: a request can never be served, or an id is in use or given twice; no
-            request was started.
-        """
-        pending = deque(sorted(requests, key=lambda request: request.arrival))
-        for request in pending:
-            self.check(request)
-        self.scheduler.check_ids(request.id for request in pending)
-        self.metrics = RunMetrics(kv_bytes_per_token=self.cache.geometry.bytes_per_token)
-        self._start = time.perf_counter()
-        while pending or self.has_work:
-            # Every process of a mesh must submit the same requests, so one clock decides.
-            now = float(broadcast(np.float64(self.now)))
-            while pending and pending[0].arrival <= now:
-                self.submit(pending.popleft())
-            if not self.has_work:
-                time.sleep(max(0.0, pending[0].arrival - now))
-                continue
-            for event in self._step():
-                if on_event:
-                    on_event(event)
-        return self.metrics
-
-    def step(self) -> list[TokenEvent]:
-        """Admit, compute one chunk of prompts, decode a few tokens of every active row."""
-        return list(self._step())
-
     def prefill(self) -> list[TokenEvent]:
         """Only admit, and compute one chunk of prompts."""
         self._admit()
@@ -263,15 +192,17 @@ class Engine:
         self._leave(left)
         return events
 
-    def warmup(self, on_program: Callable[[str], None] | None = None) -> None:
+    def warmup(self, on_program: Callable[[str, int, int], None] | None = None) -> None:
         """Compile the programs of every bucket, so that no request waits for it.
 
         Args:
-          on_program: called with the name of each program before it is compiled.
+          on_program: called before each program is compiled, with its name, how many are done, and
+            how many there are.
         """
-        for name, compile_program in self.programs():
+        programs = self.programs()
+        for done, (name, compile_program) in enumerate(programs):
             if on_program:
-                on_program(name)
+                on_program(name, done, len(programs))
             compile_program()
 
     def programs(self) -> list[tuple[str, Callable[[], object]]]:
@@ -284,32 +215,14 @@ class Engine:
         def prefill(size: int):
             return lambda: self._launch_chunk([], size)
 
-        def decode(n_rows: int, backends: tuple[str, ...]):
-            choices = Choices(backends, np.zeros(n_rows + 1, np.int32))
-            plan = dataclasses.replace(self._make_plan(n_rows), choices=choices)
+        def decode(n_rows: int):
+            plan = self._make_plan(n_rows)
             return lambda: list(self._wait_decode(self._launch_loop(n_rows, plan, 0), []))
 
         found: list[tuple[str, Callable[[], object]]] = [("bookkeeping", bookkeeping)]
         found += [(f"prefill of {n} tokens", prefill(n)) for n in self.config.chunk_buckets]
-        for n_rows in self.config.batch_buckets:
-            for backends in self._backend_sets(n_rows):
-                name = f"decode of {n_rows} rows, {' or '.join(backends)}"
-                found.append((name, decode(n_rows, backends)))
+        found += [(f"decode of {n} rows", decode(n)) for n in self.config.batch_buckets]
         return found
-
-    def _backend_sets(self, n_rows: int) -> list[tuple[str, ...]]:
-        """Sets of backends for which a bucket's loop is compiled ahead of time."""
-        rule = self._rule
-        if len(rule.backends) == 1 or self.config.every_backend:
-            return [rule.backends]
-        if rule.costs is not None:
-            return [(name,) for name in rule.backends]
-        shared = Occupancy(n_rows, self._group, [Segment(0, 1, 0, n_rows)])
-        empty = Occupancy(n_rows, self._group, [])
-        return [
-            make_choices(rule, occupancy, n_rows=n_rows, least=self._least_rows(n_rows)).backends
-            for occupancy in (shared, empty)
-        ]
 
     # -- one step --------------------------------------------------------------------------------
 
@@ -404,7 +317,7 @@ class Engine:
             self._plan = self._make_plan(n_rows)
         plan = self._plan
         if backend is not None:
-            choices = Choices((backend,), np.zeros(n_rows + 1, np.int32))
+            choices = fixed_choices(self._rule, backend, n_rows=n_rows)
             plan = dataclasses.replace(plan, choices=choices)
         if n_steps is None:
             more_prompts = n_active < len(self.scheduler.running)
@@ -489,15 +402,9 @@ class Engine:
             rule=self._rule,
             group=self._group,
             max_segments=self.config.max_segments,
-            least_rows=self._least_rows(n_rows),
-            every_backend=self.config.every_backend,
             kernels=self._kernels,
         )
         return dataclasses.replace(plan, device=self._ranks.whole(plan.device))
-
-    def _least_rows(self, n_rows: int) -> int:
-        """Fewest rows for which the bucket of ``n_rows`` is taken."""
-        return 1 + max((size for size in self.config.batch_buckets if size < n_rows), default=0)
 
     def _set_pages(self, index: int) -> None:
         pages = self._row(index).reservation.pages

@@ -100,8 +100,6 @@ def plan_batch(
     rule: DispatchRule,
     group: int,
     max_segments: int,
-    least_rows: int = 1,
-    every_backend: bool = False,
     kernels: KernelShape | None = None,
 ) -> BatchPlan:
     """Plan the decode steps of rows in the order of ``sort_key``.
@@ -114,8 +112,6 @@ def plan_batch(
       group: ``G``, query heads of one KV head.
       max_segments: segments of a plan at most. Where there are more, the innermost pieces are
         read through the rows' page tables instead.
-      least_rows: fewest rows that enter this bucket, see ``make_choices``.
-      every_backend: see ``make_choices``.
       kernels: shape to schedule the GPU kernels for.
     """
     decoding = [row for row in rows if row and row.decoding]
@@ -152,9 +148,7 @@ def plan_batch(
             max_segments=max_segments,
             kernels=kernels,
         ),
-        choices=make_choices(
-            rule, occupancy, n_rows=len(rows), least=least_rows, every=every_backend
-        ),
+        choices=make_choices(rule, occupancy, n_rows=len(rows)),
         occupancy=occupancy,
         read_once=sum(segment.length for segment in segments),
         read_by_row=np.maximum(prefixes - starts, 0),

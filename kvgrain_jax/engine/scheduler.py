@@ -7,8 +7,7 @@ on the device.
 import dataclasses
 import functools
 import itertools
-from collections import Counter, deque
-from collections.abc import Iterable
+from collections import deque
 
 import numpy as np
 
@@ -16,7 +15,8 @@ from kvgrain_jax.attention import HotPiece
 from kvgrain_jax.engine.packing import PromptPart
 from kvgrain_jax.engine.request import Request
 from kvgrain_jax.engine.rows import Row, sort_key
-from kvgrain_jax.errors import KVGrainError, RequestError
+from kvgrain_jax.engine.serving import Line
+from kvgrain_jax.errors import KVGrainError
 from kvgrain_jax.prefix import PrefixCache, Reservation
 
 
@@ -33,7 +33,7 @@ class Admission:
     moved: list[int] = dataclasses.field(default_factory=list)
 
 
-class Scheduler:
+class Scheduler(Line[Request, Row]):
     """First come, first served, by a token budget: an admitted request can always finish.
 
     Args:
@@ -58,19 +58,12 @@ class Scheduler:
         chunk_requests: int,
         min_shared: int,
     ):
+        super().__init__(max_rows)
         self.cache = cache
         self.chunk_tokens = chunk_tokens
         self.chunk_requests = chunk_requests
         self.min_shared = min_shared
-        self.waiting: deque[Request] = deque()
-        self.rows: list[Row | None] = [None] * max_rows
-        self._ids: set[str] = set()
         self._order = itertools.count()
-
-    @property
-    def running(self) -> list[Row]:
-        """The running requests."""
-        return [row for row in self.rows if row]
 
     @property
     def n_decoding(self) -> int:
@@ -83,34 +76,7 @@ class Scheduler:
         Raises:
           RequestError: its id is in use.
         """
-        self.check_ids([request.id])
-        self._ids.add(request.id)
-        self.waiting.append(request)
-
-    def check_ids(self, ids: Iterable[str]) -> None:
-        """Check that requests which are to be submitted have ids of their own.
-
-        Raises:
-          RequestError: an id is in use or given twice.
-        """
-        for name, count in Counter(ids).items():
-            if count > 1:
-                raise RequestError(f"Request {name}: {count} requests have this id.")
-            if name in self._ids:
-                raise RequestError(f"Request {name}: a request with this id is in the engine.")
-
-    def find(self, request_id: str) -> int | None:
-        """Row of a running request; None while it waits.
-
-        Raises:
-          RequestError: there is no such request.
-        """
-        if request_id not in self._ids:
-            raise RequestError(f"There is no request {request_id!r} in the engine.")
-        for index, row in enumerate(self.rows):
-            if row and row.request.id == request_id:
-                return index
-        return None
+        self._enter(request.id, request)
 
     def withdraw(self, request_id: str) -> None:
         """Take a waiting request out of the line."""

@@ -8,6 +8,7 @@ from kvgrain_jax.attention import (
     CostTable,
     Occupancy,
     Surface,
+    fixed_choices,
     load_costs,
     make_choices,
     write_costs,
@@ -49,17 +50,21 @@ def test_reason_names_what_was_compared():
 
 def test_choices_hold_one_entry_for_each_number_of_rows():
     choices = make_choices(make_rule("auto", m_sat=24), occupancy(8, 4, 50), n_rows=8)
-    assert choices.backends == ("dense", "cascade")
     assert [choices.backends[i] for i in choices.table[1:]] == ["cascade"] * 5 + ["dense"] * 3
 
 
-def test_backends_that_a_bucket_cannot_take_are_not_compiled():
+def test_every_batch_of_a_bucket_has_the_same_program():
     rule = make_rule("auto", m_sat=24)
-    choices = make_choices(rule, occupancy(8, 4, 50), n_rows=8, least=6)
-    assert choices.backends == ("dense",)
-    assert choices.table.tolist() == [0] * 9
-    everything = make_choices(rule, occupancy(8, 4, 50), n_rows=8, least=6, every=True)
-    assert everything.backends == ("dense", "cascade", "paged")
+    batches = occupancy(8, 4, 50), occupancy(8, 4), occupancy(2, 4, 50)
+    assert {make_choices(rule, batch, n_rows=8).backends for batch in batches} == {rule.backends}
+
+
+def test_a_fixed_backend_takes_the_program_of_the_rule_that_has_it():
+    rule = make_rule("auto", m_sat=24)
+    assert fixed_choices(rule, "cascade", n_rows=2).backends == rule.backends
+    assert fixed_choices(rule, "cascade", n_rows=2).table.tolist() == [1, 1, 1]
+    other = fixed_choices(rule, "cascade16", n_rows=2)
+    assert (other.backends, other.table.tolist()) == (("cascade16",), [0, 0, 0])
 
 
 def test_a100_has_the_threshold_of_the_paper():

@@ -1,5 +1,7 @@
 """Head groups: a partition of the heads, and what its pages cost."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -80,6 +82,14 @@ def test_a_group_pays_for_its_largest_budget_in_every_head():
     assert found.allocated_bytes == 5 * 16 * 2 * vector
     assert found.used_bytes == (16 + 17 + 40 + 48) * vector
     assert found.fragmentation == pytest.approx(1 - 121 / 160)
+
+
+def test_unified_groups_all_pay_for_the_largest_budget_of_any_head():
+    budgets = np.array([[9, 1], [2, 3]])
+    layers = make_groups(budgets, 2, scope="layer")
+    assert group_pages(layers, budgets, 4).tolist() == [3, 1]
+    unified = dataclasses.replace(layers, unified=True)
+    assert group_pages(unified, budgets, 4).tolist() == [3, 3]
 
 
 def test_groups_of_one_waste_less_than_a_page_a_head():

@@ -35,8 +35,8 @@ def loop_arguments(engine: HeadEngine):
         "n_rows": N_ROWS,
         "max_steps": MAX_STEPS,
         "groups": engine.groups,
-        "splits": None,
         "scorer": engine.config.scorer,
+        "greedy": False,
         "page_size": engine.config.page_size,
     }
     return args, static
@@ -63,8 +63,10 @@ def chunk_arguments(engine: HeadEngine):
         "step": MODEL.step,
         "groups": engine.groups,
         "scorer": engine.config.scorer,
+        "greedy": False,
         "page_size": engine.config.page_size,
         "selects": True,
+        "kernels": None,
         "shrinks": True,
         "max_context": engine.max_context,
     }
@@ -78,8 +80,9 @@ def shared_loop_arguments(engine: HeadEngine):
         n_layers=MODEL.n_layers,
         n_kv_heads=MODEL.n_kv_heads,
         n_rows_of_slabs=640,
+        n_rows_of_pool=engine.ledger.geometry.n_rows,
     )
-    return (*args, shared), static
+    return (*args, None, shared), static
 
 
 def pool_sized(function, args, static, donated: tuple[int, ...], n_elements: int) -> list[str]:

@@ -282,6 +282,26 @@ def test_request_that_can_never_be_served_is_refused_at_once(request_, words):
     assert not engine.has_work
 
 
+def test_greedy_engine_says_the_same_and_refuses_to_draw(compressed):
+    engine = make_engine(0.4, greedy=True)
+    assert serve(engine, [WORKLOAD[0]]) == {"short": compressed["short"]}
+    with pytest.raises(RequestError, match="made for greedy requests only"):
+        engine.submit(ask("drawn", text(1, 9), sampling=SamplingParams(temperature=1.0)))
+
+
+def test_warmup_and_prefill_alone_change_no_token(compressed):
+    engine, tokens = make_engine(0.4), {}
+    engine.warmup()
+    engine.submit(WORKLOAD[2])
+    while not tokens:
+        collect(engine.prefill(), tokens)
+    assert len(tokens["several"]) == 1  # nothing was decoded
+    engine.warmup()
+    while engine.has_work:
+        collect(engine.step(), tokens)
+    assert tokens["several"] == compressed["several"]
+
+
 @pytest.mark.parametrize("retention", [0.0, -0.5, 1.5, float("nan")])
 def test_retention_outside_its_range_is_refused(retention):
     engine = make_engine()

@@ -21,7 +21,7 @@ from tiny_engine import (
 )
 
 from kvgrain_jax import Request, RequestError
-from kvgrain_jax.engine import engine as engine_module
+from kvgrain_jax.engine import serving
 
 AGENT = text(1, 40)
 
@@ -32,7 +32,7 @@ class Clock:
     def __init__(self, monkeypatch):
         self.now = 1000.0
         self.slept = []
-        monkeypatch.setattr(engine_module, "time", self)
+        monkeypatch.setattr(serving, "time", self)
 
     def perf_counter(self) -> float:
         return self.now

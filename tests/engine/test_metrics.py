@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from tiny_engine import GROUP, TOKEN_BYTES, ask, make_engine, text
 
-from kvgrain_jax.engine import RequestMetrics, RunMetrics
-from kvgrain_jax.engine import engine as engine_module
+from kvgrain_jax.engine import RequestMetrics, RunMetrics, serving
 from kvgrain_jax.engine.metrics import Sample, StepTrace, percentile
 
 AGENT = text(1, 40)
@@ -18,7 +17,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 500.0
-        monkeypatch.setattr(engine_module, "time", self)
+        monkeypatch.setattr(serving, "time", self)
 
     def perf_counter(self) -> float:
         return self.now

@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -79,6 +80,7 @@ EngineUnderRandomUse.TestCase.settings = settings(
 TestEngineUnderRandomUse = EngineUnderRandomUse.TestCase
 
 
+@pytest.mark.slow
 def test_random_use_comes_to_everything_that_can_happen():
     """With fixed seeds, so that what the machine above is meant to find is known to occur."""
     events: Counter[str] = Counter()

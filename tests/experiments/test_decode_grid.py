@@ -17,15 +17,18 @@ def smoke(name, tmp_path, **fields):
     return config | fields | {"out": str(tmp_path)}
 
 
-def test_a_grid_times_every_backend_in_every_cell(tmp_path):
-    config = smoke(
+def grid_config(folder):
+    return smoke(
         "decode_grid",
-        tmp_path,
+        folder,
         cells=(((32, 48), 4),),
         backends=("auto", "paged"),
         profile_steps=0,  # the profiler's reader and the type checker of the tests do not mix
     )
-    rows = decode_grid.decode_grid(config)
+
+
+def test_a_grid_times_every_backend_in_every_cell(tmp_path):
+    rows = decode_grid.decode_grid(grid_config(tmp_path))
     assert [(row["cell"], row["backend"]) for row in rows] == [
         ("P 32+48, B 4", "auto"),
         ("P 32+48, B 4", "paged"),
@@ -38,6 +41,11 @@ def test_a_grid_times_every_backend_in_every_cell(tmp_path):
     written = json.loads((tmp_path / "result.json").read_text())["rows"]
     assert [row["step_ms"] for row in written] == [row["step_ms"] for row in rows]
     assert (tmp_path / "decode_grid.png").stat().st_size > 0
+
+
+def test_warmup_measures_nothing(tmp_path):
+    assert decode_grid.decode_grid(grid_config(tmp_path), warmup_only=True) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("cell", [((16,), 0), ((-4,), 2), 7, ((16,),)])
@@ -73,6 +81,7 @@ def test_roofline_adds_weights_prefix_and_own_tokens():
     assert found["own_roofline_ms"] == pytest.approx(4 * 4 * 8 * 3 * 5 * 1e3)
 
 
+@pytest.mark.slow
 def test_a_fit_is_a_table_that_the_dispatch_can_load(tmp_path):
     (row,) = dispatch_fit.dispatch_fit(
         smoke("dispatch_fit", tmp_path, rows=(1, 4), prefix_tokens=(16, 32), own_tokens=(4, 8))

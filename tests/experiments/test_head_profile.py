@@ -147,6 +147,7 @@ def gate_config(out, **changes):
     return config | TINY | few | {"out": str(out)} | changes
 
 
+@pytest.mark.slow
 def test_gates_learn_and_are_compared(tmp_path):
     rows, _ = run(train_gate, gate_config(tmp_path))
     assert [row["scorer"] for row in rows][:2] == ["gate", "snapkv"]

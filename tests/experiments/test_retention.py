@@ -40,6 +40,7 @@ def run(config):
     return retention(config, rich.console.Console(file=output, width=160)), output.getvalue()
 
 
+@pytest.mark.slow
 def test_every_method_answers_at_every_retention(tmp_path):
     rows, printed = run(tiny_config(tmp_path))
     found = {(row["method"], row["retention"]) for row in rows}

@@ -91,11 +91,11 @@ def test_a_picture_is_drawn(served):
 
 
 def test_ctrl_c_writes_what_was_measured(tmp_path, monkeypatch):
-    step, calls = Engine._step, []
+    step, sent = Engine._step, []
 
     def interrupt_later(engine):
-        calls.append(engine)
-        if len(calls) == 5:
+        if engine.metrics.requests and not sent:
+            sent.append(signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
         return step(engine)
 
@@ -176,7 +176,7 @@ def test_requests_that_one_system_has_not_finished_do_not_differ():
 def test_systems_that_differ_fail_where_they_must_agree(tmp_path, monkeypatch, must_agree, code):
     answers = iter([(1, 2), (1, 3)])
 
-    def run_differently(model, config, requests, on_event=None, on_start=None):
+    def run_differently(model, config, requests, *callbacks):
         return SystemRun(metrics(r0=next(answers)), 0.0, complete=True)
 
     monkeypatch.setattr(serve_module, "run_system", run_differently)
@@ -185,6 +185,31 @@ def test_systems_that_differ_fail_where_they_must_agree(tmp_path, monkeypatch, m
     assert got == code
     assert result["first_difference"]["request"] == "r0"
     assert "The systems differ" in text
+
+
+# -- warm-up ---------------------------------------------------------------------------------------
+
+
+def test_warmup_compiles_the_programs_of_every_system_and_serves_nothing(served, tmp_path):
+    output = io.StringIO()
+    console = rich.console.Console(file=output, width=100, highlight=False)
+    assert serve(smoke_config(tmp_path), console, warmup_only=True) == 0
+    text = output.getvalue()
+    assert [line for line in text.splitlines() if line.endswith(":")] == [
+        "uniform16:",
+        "cascade16:",
+        "kvgrain:",
+    ]
+    assert text.count("Compiled 3 programs in") == 3  # bookkeeping, prefill, decode loop
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_warmup_without_a_cache_to_fill_is_refused():
+    flags = ["--config=configs/smoke.py", "--warmup", "--compilation_cache=none"]
+    command = [sys.executable, "-m", "experiments.serve", *flags]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    assert "--warmup fills the compilation cache" in found.stderr
 
 
 # -- errors ----------------------------------------------------------------------------------------

@@ -167,7 +167,7 @@ def test_an_unknown_variant_is_an_error():
 # -- every smoke variant -------------------------------------------------------------------------
 
 
-QUICK = ("grid_llama8b", "multi_prefix", "dispatch_trace")
+QUICK = ("grid_llama8b",)
 
 
 def slow_but(quick, names):
@@ -219,6 +219,7 @@ def test_a_speedup_is_the_ratio_of_throughputs(results):
     assert found == pytest.approx(ours / base)
 
 
+@pytest.mark.slow
 def test_steady_steps_give_rows_over_time_and_no_time_to_first_token(results):
     _, result, _, _ = results("concurrency")
     (row,) = rows_of(result, batch=4)
@@ -227,6 +228,7 @@ def test_steady_steps_give_rows_over_time_and_no_time_to_first_token(results):
     assert "ttft_p50_s" not in row["metrics"]
 
 
+@pytest.mark.slow
 def test_the_dispatcher_follows_the_number_of_rows(results):
     _, result, _, _ = results("dispatch_trace")
     # Three query heads a KV head and a threshold of 12: dense is taken once all four rows decode, and
@@ -250,6 +252,7 @@ def test_hot_lends_what_it_does_not_need(results):
     assert value(result, "lent_peak", variant="f_p 0.05") == 0
 
 
+@pytest.mark.slow
 def test_prefixes_beyond_hot_fall_back_to_cold_and_none_leaves_hot(results):
     _, result, _, _ = results("admission")
     assert value(result, "hot_peak", variant="always") == 4 * 64
@@ -260,6 +263,7 @@ def test_prefixes_beyond_hot_fall_back_to_cold_and_none_leaves_hot(results):
     assert value(result, "hot_admitted", variant="after 2 uses") == 0
 
 
+@pytest.mark.slow
 def test_a_replay_counts_the_prompt_tokens_found_in_the_cache(results):
     _, result, _, _ = results("trace_replay")
     for row in result["rows"]:
@@ -267,6 +271,7 @@ def test_a_replay_counts_the_prompt_tokens_found_in_the_cache(results):
     assert result["facts"]["mooncake"]["replayed_requests"] == 8
 
 
+@pytest.mark.slow
 def test_nested_texts_are_shared_level_by_level_and_flat_ones_are_not(results):
     _, result, _, _ = results("nested_prefix")
     assert value(result, "hit_percent", sharing="flat", variant="kvgrain") == 0
@@ -278,12 +283,14 @@ def test_nested_texts_are_shared_level_by_level_and_flat_ones_are_not(results):
         assert value(result, "cold_prefix_peak", **where) == tokens
 
 
+@pytest.mark.slow
 def test_the_layouts_differ_in_bytes_by_the_number_of_rows(results):
     _, result, _, _ = results("layout_microbench")
     shared, unique = (value(result, "gigabytes", storage=s) for s in ("shared", "unique"))
     assert unique == pytest.approx(4 * shared)
 
 
+@pytest.mark.slow
 def test_a_cell_that_needs_more_devices_is_listed_as_not_run(results):
     _, result, _, folder = results("tp_envelope")
     assert [row["cell"]["tp"] for row in result["rows"] if row["not_run"]] == [64] * 3

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from kernel_suite import HEAD_DIMS, Suite, close, draw, essential, wide
 from merge_append_suites import scattered
+from test_gpu_lowering import lower
 
-from pallas_kernels.head_group_decode import head_group_decode
+from pallas_kernels.head_group_decode import head_group_decode, layer_work, mosaic, triton
+from pallas_kernels.implementation import ImplementationError, trace_once
 
 OWN_LAYER = ((1, 0), (3, 2))  # two groups of two, all four heads of one layer
 SPANNING = ((-1, 2, -1), (-1, -1, -1), (0, -1, 1))  # groups that also hold other layers' heads
@@ -16,6 +18,12 @@ SPANNING = ((-1, 2, -1), (-1, -1, -1), (0, -1, 1))  # groups that also hold othe
 
 class HeadGroupDecodeSuite(Suite):
     """Each head attends to its own number of tokens, in the pages of its group."""
+
+    page_size = 1  # where a case does not say
+
+    def cannot_run(self, *, dtype, head_dim, page_size) -> bool:
+        """Whether the implementation refuses the case, by its name."""
+        return False
 
     def check(
         self,
@@ -25,13 +33,15 @@ class HeadGroupDecodeSuite(Suite):
         group=2,
         head_dim=64,
         dtype=None,
-        page_size=1,
+        page_size=None,
         splits=None,
         prefix_counts=None,
         order=None,
+        work=None,
     ):
-        """``lengths``: of each row, group and member."""
+        """``lengths``: of each row, group and member. ``work``: programs and parts of a work list."""
         dtype = self.dtype if dtype is None else dtype
+        page_size = self.page_size if page_size is None else page_size
         lengths, members, n_slots = np.array(lengths, np.int32), np.array(members), 256
         (n_rows, n_groups, width), n_kv_heads = lengths.shape, int((members >= 0).sum())
         rng, shape = np.random.default_rng(30), (n_slots, width, head_dim)
@@ -59,6 +69,23 @@ class HeadGroupDecodeSuite(Suite):
         if prefix_counts is not None:
             prefix, outs, lses = scattered(prefix_counts, group, head_dim)
 
+        listed = None
+        if work is not None:
+            sizes = dict(zip(("n_entries", "width"), work, strict=True))
+            n_heads = n_kv_heads * group
+            listed = layer_work(members, splits, n_rows=n_rows, n_heads=n_heads, **sizes)
+
+        if self.cannot_run(dtype=dtype, head_dim=head_dim, page_size=page_size):
+            with pytest.raises(ImplementationError, match=f"cannot run as {self.implementation}"):
+                head_group_decode(
+                    *(q, k, v, jnp.asarray(table % n_slots, jnp.int32), jnp.asarray(lengths)),
+                    members=members,
+                    page_size=page_size,
+                    scale=1.0,
+                    implementation=self.implementation,
+                )
+            pytest.skip("refused by name, as it should be")
+
         def run(implementation, q, k, v):
             call = jax.jit(
                 lambda q, k, v, pages, lengths, prefix, order: head_group_decode(
@@ -70,7 +97,8 @@ class HeadGroupDecodeSuite(Suite):
                     members=members,
                     page_size=page_size,
                     scale=head_dim**-0.5,
-                    splits=splits,
+                    splits=splits if listed is None else None,
+                    work=listed,
                     prefix=prefix,
                     order=order,
                     implementation=implementation,
@@ -115,6 +143,14 @@ class HeadGroupDecodeSuite(Suite):
     def test_a_split_table_of_each_head_changes_nothing(self):
         self.check([[[70, 64], [150, 149]], [[17, 16], [2, 0]]], splits=(1, 2, 4, 3))
 
+    @essential
+    def test_programs_of_a_work_list_that_no_part_needs_do_nothing(self):
+        lengths = [[[70, 64], [150, 149]], [[17, 16], [2, 0]]]
+        self.check(lengths, splits=(1, 2, 4, 3), work=(13, 6))
+
+    def test_more_parts_than_tokens(self):
+        self.check([[[3, 1], [2, 0]]], splits=(4, 4, 4, 4))
+
     def test_groups_of_one_head(self):
         self.check([[[7], [90], [0]], [[1], [2], [3]]], members=((2,), (0,), (1,)))
 
@@ -158,6 +194,80 @@ class TestTriton(HeadGroupDecodeSuite):
 
     implementation = "triton"
     slow_interpreter = True
+
+
+# A case takes the interpreter 5 to 10 seconds.
+INTERPRETED = (
+    "test_programs_of_a_work_list_that_no_part_needs_do_nothing",
+    "test_prefix_partials_are_merged_in_whatever_the_order_of_rows[splits1]",
+)
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+class TestMosaic(HeadGroupDecodeSuite):
+    """``head_group_decode`` in Pallas Mosaic GPU, with race detection."""
+
+    implementation = "mosaic"
+    dtype = "bfloat16"
+    page_size = 16
+    slow_interpreter = True
+
+    @pytest.fixture(autouse=True)
+    def _few(self, request):
+        if jax.default_backend() != "gpu" and request.node.name not in INTERPRETED:
+            pytest.skip("the interpreter is slow; this case runs on a GPU")
+
+    def cannot_run(self, *, dtype, head_dim, page_size) -> bool:
+        return dtype == "float32" or head_dim > 128 or page_size % 8 != 0
+
+
+@pytest.mark.parametrize("kernel", [triton, mosaic])
+@pytest.mark.parametrize(("n_kv_heads", "group", "head_dim"), [(8, 4, 128), (4, 7, 128)])
+def test_layers_with_work_lists_of_one_size_share_a_program(kernel, n_kv_heads, group, head_dim):
+    members = np.stack([np.arange(n_kv_heads), np.full(n_kv_heads, -1)], axis=1)
+    first, second = (
+        layer_work(
+            members,
+            tuple(1 + (layer * head) % 3 for head in range(n_kv_heads)),
+            n_rows=4,
+            n_heads=n_kv_heads * group,
+            n_entries=4 * n_kv_heads,
+            width=8,
+        )
+        for layer in (1, 2)
+    )
+
+    def layers(works):
+        def call(q, k, v, pages, lengths):
+            args, options = (q, k, v, pages, lengths), {"page_size": 16, "scale": 0.1}
+            return [trace_once(kernel.decode_work, *args, work, **options) for work in works]
+
+        pool = jax.ShapeDtypeStruct((512, 2, head_dim), jnp.bfloat16)
+        q = jax.ShapeDtypeStruct((4, n_kv_heads * group, head_dim), jnp.bfloat16)
+        pages = jax.ShapeDtypeStruct((4, n_kv_heads, 30), jnp.int32)
+        lengths = jax.ShapeDtypeStruct((4, n_kv_heads, 2), jnp.int32)
+        text = lower(call, q, pool, pool, pages, lengths)
+        return [text.count(name) for name in ("@__gpu$xla.gpu.triton", "@mosaic_gpu_v2")]
+
+    assert layers([first, second]) == layers([first])
+    assert sum(layers([first])) == 2  # the decode and the merge
+
+
+@pytest.mark.parametrize("sizes", [{"n_entries": 9}, {"width": 3}])
+def test_a_work_list_too_small_for_the_splits_is_refused(sizes):
+    with pytest.raises(ValueError, match="do not fit a work list"):
+        layer_work(np.arange(4)[None], (1, 2, 4, 3), n_rows=1, n_heads=4, **sizes)
+
+
+def test_a_work_list_of_another_batch_is_refused():
+    q, pool = jnp.zeros((2, 4, 16)), jnp.zeros((8, 4, 16))
+    tables = jnp.zeros((2, 1, 2), jnp.int32), jnp.zeros((2, 1, 4), jnp.int32)
+    members = np.arange(4)[None]
+    work = layer_work(members, None, n_rows=3, n_heads=4)
+    with pytest.raises(ValueError, match="work list is of"):
+        head_group_decode(
+            q, pool, pool, *tables, members=members, page_size=1, scale=1.0, work=work
+        )
 
 
 def test_heads_that_do_not_share_the_query_heads_evenly_are_refused():

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from model_files import file_tensors, write_gguf, write_huggingface  # pyright: ignore[reportMissingImports]
 
 import models
-from kvgrain_jax import sharding
+from kvgrain_jax import Engine, Request, sharding, system_config
 from kvgrain_jax.engine.sampling import sample
 from kvgrain_jax.errors import ConfigError
 from models.weights import assemble, expected_tensors, fingerprint
@@ -43,6 +43,7 @@ VARIANTS = {
         [4],
     ),
 }
+ENGINE = dataclasses.replace(BASE, kv_heads=2)
 # The last id is out of range, as padding may be.
 TOKENS = np.array([3, 60, 7, 7, 21, 0, 63, 64], np.int32)
 
@@ -170,6 +171,65 @@ def sampling():
     }
 
 
+def greedy():
+    """The most likely tokens that four ranks find together, and NumPy's; most rows have ties."""
+    logits = np.random.default_rng(0).integers(0, 6, (8, 16)).astype(np.float32)
+    together = jax.jit(
+        jax.shard_map(
+            functools.partial(sharding.greedy_sharded, axis=sharding.TP),
+            mesh=sharding.make_mesh(4),
+            in_specs=P(None, "tp"),
+            out_specs=P(),
+            check_vma=False,
+        )
+    )
+    return {"together": together(logits).tolist(), "whole": logits.argmax(axis=1).tolist()}
+
+
+def serve(model, **options):
+    """What an engine gives eight requests: tokens, backends it took, cached tokens.
+
+    One is alone at first. Six more share a prefix, then the first comes again; as they end, fewer
+    rows decode than the backend ``dense`` is chosen for.
+    """
+    fields = {
+        "pool_tokens": 512,
+        "max_batch": 6,
+        "chunk_tokens": 32,
+        "chunk_requests": 2,
+        "decode_steps": 3,
+        "min_hot_tokens": 8,
+        "slab_align": 16,
+        "hot_fraction": 0.25,
+        "m_sat": 4 * model.n_heads // model.n_kv_heads,
+        "greedy": True,
+    }
+    engine = Engine(model, system_config("kvgrain", **(fields | options)))
+    draw = np.random.default_rng(5)
+    prefix, alone = draw.integers(0, BASE.vocabulary, 24), draw.integers(0, BASE.vocabulary, 9)
+    suffixes = [draw.integers(0, BASE.vocabulary, 3 + i) for i in range(6)]
+    engine.run([Request("alone", alone, 4)])
+    first = engine.metrics
+    sharing = [
+        Request(f"r{i}", np.concatenate([prefix, suffix]), 10 + i, shared_tokens=24)
+        for i, suffix in enumerate(suffixes)
+    ]
+    second = engine.run([*sharing, Request("again", alone, 6)])
+    engine.check_integrity()
+    requests = [*first.requests, *second.requests]
+    return {
+        "tokens": {request.id: [int(token) for token in request.tokens] for request in requests},
+        "backends": sorted({step.backend for step in [*first.steps, *second.steps]}),
+        "cached": {request.id: request.cached_tokens for request in requests},
+    }
+
+
+def engines():
+    """What engines on one and two devices serve."""
+    meshes = {"one": None, "two": sharding.make_mesh(2)}
+    return {name: serve(build(ENGINE, mesh)) for name, mesh in meshes.items()}
+
+
 def refusals():
     """What is said of models and meshes that do not fit."""
     mesh = sharding.make_mesh(4)
@@ -206,6 +266,7 @@ def two_processes(port, process):
         "broadcast": [float(received["clock"]), int(received["due"])],
         "checkpoint": fingerprint(config, model.params),
         "one device": refusal(lambda: sharding.make_mesh(1)),
+        "engine": serve(build(ENGINE, mesh), backend="cascade"),
     }
 
 
@@ -222,6 +283,8 @@ def main(mode, *arguments):
             "random": random_values(),
             "checkpoints": checkpoints(Path(*arguments)),
             "sampling": sampling(),
+            "greedy": greedy(),
+            "engines": engines(),
             "refusals": refusals(),
         }
     print(json.dumps(found))

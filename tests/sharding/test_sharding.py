@@ -95,6 +95,19 @@ def test_rows_that_the_ranks_cannot_share_evenly_are_sampled_too(one_process):
     assert sampled["six"] == sampled["one device"][:6]
 
 
+def test_ranks_find_the_most_likely_tokens_of_the_whole_vocabulary(one_process):
+    assert one_process["greedy"]["together"] == one_process["greedy"]["whole"]
+
+
+def test_engine_on_two_devices_gives_the_tokens_of_one_whatever_the_backend(one_process):
+    one, two = (one_process["engines"][name] for name in ("one", "two"))
+    assert two["tokens"] == one["tokens"]
+    assert two["backends"] == ["cascade", "dense", "paged"]
+    assert two["cached"] == one["cached"]
+    assert [two["cached"][f"r{i}"] for i in range(6)] == [0, 24, 24, 24, 24, 24]
+    assert two["cached"]["again"] == 8  # all but the last token of the prompt
+
+
 @pytest.mark.parametrize(
     ("case", "message"),
     [
@@ -123,6 +136,12 @@ def test_all_processes_receive_the_numbers_of_the_first_exactly(two_processes):
 def test_processes_agree_on_the_id_of_their_weights(two_processes):
     first, second = (found["checkpoint"] for found in two_processes)
     assert first == second
+
+
+def test_engines_of_two_processes_give_the_tokens_of_one(two_processes, one_process):
+    for found in two_processes:
+        assert found["engine"]["backends"] == ["cascade"]
+        assert found["engine"]["tokens"] == one_process["engines"]["one"]["tokens"]
 
 
 def test_mesh_that_leaves_a_process_without_devices_is_refused(two_processes):

@@ -1,0 +1,94 @@
+"""Pictures of the Tangram experiments: rows of a table enter, a PNG leaves.
+
+One panel for each metric, one line for each series; or stacked bars of the parts of a total. Series differ
+by marker and line as well as by colour, so the picture can be read in grey.
+"""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments.tangram_table import METRICS
+
+STYLES = {
+    "full": ("#8a8a8a", "s", "--"),
+    "budgets": ("#e9b877", "v", ":"),
+    "groups": ("#e08e2b", "^", "-."),
+    "balanced": ("#0b4f8a", "o", "-"),
+    "dynamic": ("#8c3b68", "D", "--"),
+    "shared": ("#5e8f3a", "P", "-"),
+    "granikv": ("#8a8a8a", "X", "--"),
+}
+OTHERS = (("#0b4f8a", "o", "-"), ("#e08e2b", "^", "-."), ("#5e8f3a", "P", ":"))
+PARTS = (("#0b4f8a", ""), ("#c9c9c9", "..."), ("#e08e2b", "///"), ("#8c3b68", "xxx"))
+
+
+def draw(path: pathlib.Path, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Draws the table.
+
+    Args:
+      path: the PNG to write.
+      config: ``title`` and ``picture``.
+      rows: axes and metrics of each cell.
+    """
+    picture = config["picture"]
+    panels = [("stack", picture["stack"])] if picture["stack"] else []
+    panels += [("lines", metric) for metric in picture["y"]]
+    figure = Figure(figsize=(4.6 * len(panels) + 1, 4.2), layout="constrained")
+    figure.suptitle(config["title"], fontsize=12, x=0.01, ha="left")
+    for axis, (kind, what) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
+    ):
+        if kind == "stack":
+            _stack(axis, picture, rows, what)
+        else:
+            _lines(axis, picture, rows, what)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=9)
+        axis.legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def _lines(
+    axis: Axes, picture: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], metric: str
+) -> None:
+    places = list(dict.fromkeys(str(row[picture["x"]]) for row in rows))
+    for index, name in enumerate(dict.fromkeys(row[picture["series"]] for row in rows)):
+        own = [row for row in rows if row[picture["series"]] == name and metric in row]
+        colour, marker, line = STYLES.get(str(name), OTHERS[index % len(OTHERS)])
+        axis.plot(
+            [places.index(str(row[picture["x"]])) for row in own],
+            [row[metric] for row in own],
+            color=colour,
+            marker=marker,
+            linestyle=line,
+            label=str(name),
+        )
+    axis.set_xticks(range(len(places)), places)
+    axis.set_xlabel(picture["x"])
+    axis.set_ylim(bottom=0)
+    axis.set_title(METRICS[metric][0], fontsize=11, loc="left")
+
+
+def _stack(
+    axis: Axes, picture: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], parts: Sequence[str]
+) -> None:
+    floor = [0.0] * len(rows)
+    for part, (colour, hatch) in zip(parts, PARTS, strict=False):
+        heights = [row.get(part, 0.0) for row in rows]
+        axis.bar(
+            range(len(rows)),
+            heights,
+            0.7,
+            floor,
+            color=colour,
+            hatch=hatch,
+            edgecolor="white",
+            label=METRICS[part][0],
+        )
+        floor = [a + b for a, b in zip(floor, heights, strict=True)]
+    labels = [f"{row[picture['series']]}\n{row[picture['x']]}" for row in rows]
+    axis.set_xticks(range(len(rows)), labels, fontsize=7)
