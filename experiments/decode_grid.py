@@ -39,8 +39,6 @@ import jax.numpy as jnp
 import numpy as np
 import rich.console
 import rich.progress
-from absl import flags
-from ml_collections import config_flags
 
 import models
 from experiments import decode_grid_picture, report
@@ -413,22 +411,6 @@ def _table(config: Mapping[str, Any], rows: list[dict[str, Any]]):
     )
 
 
-def main(config: Mapping[str, Any], out: str | None, *, warmup_only: bool = False) -> int:
-    """Applies ``--out`` to a config and runs it."""
-    fields = dict(config)
-    if out is not None:
-        fields["out"] = out
-    decode_grid(fields, warmup_only=warmup_only)
-    return 0
-
-
 if __name__ == "__main__":
-    CONFIG = config_flags.DEFINE_config_file("config", None, "File with a get_config().")
     WARMUP = shared_flags.define_warmup()
-    flags.adopt_module_key_flags(shared_flags)
-    flags.mark_flag_as_required("config")
-    shared_flags.run(
-        lambda: main(
-            shared_flags.read_config(CONFIG), shared_flags.OUT.value, warmup_only=WARMUP.value
-        )
-    )
+    shared_flags.run_config(lambda config: decode_grid(config, warmup_only=WARMUP.value))

@@ -29,7 +29,6 @@ import numpy as np
 import rich.console
 import rich.progress
 from absl import flags
-from ml_collections import config_flags
 
 from experiments import flags as shared_flags
 from experiments import report
@@ -299,17 +298,5 @@ def _draw(rows: Sequence[Mapping[str, Any]], path):
     return path
 
 
-def main(config: Mapping[str, Any], out: str | None) -> int:
-    """Applies ``--out`` to a config and runs it."""
-    fields = dict(config)
-    if out is not None:
-        fields["out"] = out
-    dispatch_fit(fields, write=WRITE.value)
-    return 0
-
-
 if __name__ == "__main__":
-    CONFIG = config_flags.DEFINE_config_file("config", None, "File with a get_config().")
-    flags.adopt_module_key_flags(shared_flags)
-    flags.mark_flag_as_required("config")
-    shared_flags.run(lambda: main(shared_flags.read_config(CONFIG), shared_flags.OUT.value))
+    shared_flags.run_config(lambda config: dispatch_fit(config, write=WRITE.value))

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 from absl import app, flags, logging
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_flags
 
 from experiments.report import check_out_folder
 from kvgrain_jax.errors import ConfigError, KVGrainError
@@ -71,6 +71,22 @@ def run(main: Callable[[], int | None]) -> None:
             return INTERRUPTED
 
     app.run(guarded, flags_parser=_parse)
+
+
+def run_config(function: Callable[[dict[str, Any]], object]) -> None:
+    """Runs a binary that is a function of a config: the fields of ``--config``, with ``--out``."""
+    flags.disclaim_key_flags()  # --help lists what follows as flags of the binary
+    holder = config_flags.DEFINE_config_file("config", None, "File with a get_config().")
+    flags.adopt_module_key_flags(sys.modules[__name__])
+    flags.mark_flag_as_required("config")
+
+    def main() -> None:
+        fields = read_config(holder)
+        if OUT.value is not None:
+            fields["out"] = OUT.value
+        function(fields)
+
+    run(main)
 
 
 def read_config(holder: flags.FlagHolder[ConfigDict]) -> dict[str, Any]:

@@ -28,8 +28,6 @@ from typing import Any
 
 import jax
 import rich.console
-from absl import flags
-from ml_collections import config_flags
 
 from experiments import decode_grid, report
 from experiments import flags as shared_flags
@@ -313,22 +311,6 @@ def _table(config: Mapping[str, Any], rows: list[dict[str, Any]]):
     )
 
 
-def main(config: Mapping[str, Any], out: str | None, *, warmup_only: bool = False) -> int:
-    """Applies ``--out`` to a config and runs it."""
-    fields = dict(config)
-    if out is not None:
-        fields["out"] = out
-    profile(fields, warmup_only=warmup_only)
-    return 0
-
-
 if __name__ == "__main__":
-    CONFIG = config_flags.DEFINE_config_file("config", None, "File with a get_config().")
     WARMUP = shared_flags.define_warmup()
-    flags.adopt_module_key_flags(shared_flags)
-    flags.mark_flag_as_required("config")
-    shared_flags.run(
-        lambda: main(
-            shared_flags.read_config(CONFIG), shared_flags.OUT.value, warmup_only=WARMUP.value
-        )
-    )
+    shared_flags.run_config(lambda config: profile(config, warmup_only=WARMUP.value))

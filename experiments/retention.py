@@ -29,8 +29,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import rich.console
-from absl import flags
-from ml_collections import config_flags
 
 import models
 from experiments import flags as shared_flags
@@ -246,14 +244,5 @@ def _tables(rows: list[dict[str, Any]], config: Mapping[str, Any]):
         )
 
 
-def main(config: Mapping[str, Any], out: str | None) -> int:
-    """Applies ``--out`` to a config and runs it."""
-    retention({**config, "out": config["out"] if out is None else out})
-    return 0
-
-
 if __name__ == "__main__":
-    CONFIG = config_flags.DEFINE_config_file("config", None, "File with a get_config().")
-    flags.adopt_module_key_flags(shared_flags)
-    flags.mark_flag_as_required("config")
-    shared_flags.run(lambda: main(shared_flags.read_config(CONFIG), shared_flags.OUT.value))
+    shared_flags.run_config(retention)

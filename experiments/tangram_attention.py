@@ -41,8 +41,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import rich.console
-from absl import flags
-from ml_collections import config_flags
 
 from experiments import flags as shared_flags
 from experiments import report, tangram_attention_picture
@@ -271,14 +269,5 @@ def _table(title: str, rows: Sequence[Mapping[str, Any]], bar: float):
     return report.table(title, ["method", *shown, f"<= {bar:g}"], [cells(row) for row in rows])
 
 
-def main(config: Mapping[str, Any], out: str | None) -> int:
-    """Applies ``--out`` to a config and runs it."""
-    attention({**config, "out": config["out"] if out is None else out})
-    return 0
-
-
 if __name__ == "__main__":
-    CONFIG = config_flags.DEFINE_config_file("config", None, "File with a get_config().")
-    flags.adopt_module_key_flags(shared_flags)
-    flags.mark_flag_as_required("config")
-    shared_flags.run(lambda: main(shared_flags.read_config(CONFIG), shared_flags.OUT.value))
+    shared_flags.run_config(attention)

@@ -72,7 +72,7 @@ class EngineUnderRandomUse(RuleBasedStateMachine):
 
 
 EngineUnderRandomUse.TestCase.settings = settings(
-    max_examples=25,
+    max_examples=15,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

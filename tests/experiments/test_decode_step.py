@@ -17,6 +17,7 @@ def tiny_config(out, **changes):
     return decode_step_config.get_config().to_dict() | small | few | changes
 
 
+@pytest.mark.slow
 def test_every_system_is_timed_in_turns(tmp_path):
     output = io.StringIO()
     rows = decode_step(tiny_config(tmp_path), rich.console.Console(file=output, width=100))

@@ -45,6 +45,7 @@ def test_text_is_printed_while_tokens_arrive(tiny):
     assert len(output.flushed) > 3
 
 
+@pytest.mark.slow
 def test_every_system_gives_the_same_greedy_text(tiny):
     answers = {system: complete(system=system)[0] for system in ("kvgrain", "uniform16")}
     assert answers["kvgrain"] == answers["uniform16"]
