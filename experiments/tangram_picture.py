@@ -44,11 +44,14 @@ def draw(path: pathlib.Path, config: Mapping[str, Any], rows: Sequence[Mapping[s
     ):
         if kind == "stack":
             _stack(axis, picture, rows, what)
+        elif picture["x"] == picture["series"]:
+            _bars(axis, picture, rows, what)
         else:
             _lines(axis, picture, rows, what)
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=9)
-        axis.legend(fontsize=8, frameon=False)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=8, frameon=False)
     figure.savefig(path, dpi=150)
 
 
@@ -70,6 +73,18 @@ def _lines(
     axis.set_xticks(range(len(places)), places)
     axis.set_xlabel(picture["x"])
     axis.set_ylim(bottom=0)
+    axis.set_title(METRICS[metric][0], fontsize=11, loc="left")
+
+
+def _bars(
+    axis: Axes, picture: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], metric: str
+) -> None:
+    """One bar for each cell; there is nothing between them that a line could show."""
+    own = [row for row in rows if metric in row]
+    names = [str(row[picture["x"]]) for row in own]
+    colours = [STYLES.get(name, OTHERS[0])[0] for name in names]
+    bars = axis.bar(names, [row[metric] for row in own], 0.6, color=colours)
+    axis.bar_label(bars, fmt="{:.0f}", fontsize=8)
     axis.set_title(METRICS[metric][0], fontsize=11, loc="left")
 
 
