@@ -16,6 +16,8 @@ import numpy as np
 
 FOLDER = pathlib.Path(__file__).with_name("costs")
 
+type Numbers = float | int | np.ndarray
+
 
 @dataclasses.dataclass(frozen=True)
 class Surface:
@@ -31,15 +33,22 @@ class Surface:
     tokens: tuple[int, ...]
     microseconds: tuple[tuple[float, ...], ...]
 
-    def __call__(self, rows: float | int, tokens: float | int) -> float:
-        """Time of any number of rows and tokens.
+    def __call__(self, rows: Numbers, tokens: Numbers) -> np.ndarray:
+        """Times of any numbers of rows and tokens, which broadcast.
 
         Linear between neighbours in the logarithms of all three; below the grid its edge, above
         it in proportion.
         """
-        logs = np.log(np.asarray(self.microseconds))
-        of_rows = [_along(self.tokens, line, tokens) for line in logs]
-        return math.exp(_along(self.rows, of_rows, rows))
+        row_logs, token_logs, logs = self._logs
+        row, next_row, of_row, more_rows = _place(row_logs, rows)
+        token, next_token, of_token, more_tokens = _place(token_logs, tokens)
+        near = logs[row, token] * (1 - of_token) + logs[row, next_token] * of_token
+        far = logs[next_row, token] * (1 - of_token) + logs[next_row, next_token] * of_token
+        return np.asarray(np.exp(near * (1 - of_row) + far * of_row + more_rows + more_tokens))
+
+    @functools.cached_property
+    def _logs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return np.log(self.rows), np.log(self.tokens), np.log(self.microseconds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +131,12 @@ def _surface(entry: dict[str, Any]) -> Surface:
     )
 
 
-def _along(grid: Sequence[int], logs: Sequence[float] | np.ndarray, value: float | int) -> float:
-    """Logarithm of a time at ``value`` from those on ``grid``."""
-    beyond = max(0.0, math.log(max(value, 1e-9) / grid[-1]))
-    return float(np.interp(math.log(max(value, 1.0)), np.log(grid), logs)) + beyond
+def _place(logs: np.ndarray, values: Numbers) -> tuple[Any, ...]:
+    """Where values lie on a grid of logarithms: left and right neighbour, share of the right one, and
+    the logarithm of how far they lie above the grid."""
+    found = np.log(np.maximum(values, 1.0))
+    right = np.clip(np.searchsorted(logs, found), min(1, logs.size - 1), logs.size - 1)
+    left = np.maximum(right - 1, 0)
+    width = np.where(right > left, logs[right] - logs[left], 1.0)
+    share = np.clip((found - logs[left]) / width, 0.0, 1.0)
+    return left, right, share, np.maximum(found - logs[-1], 0.0)

@@ -71,35 +71,42 @@ class DispatchRule:
     m_sat: int = M_SAT_UNKNOWN
     costs: CostTable | None = None
 
-    def choose(self, occupancy: Occupancy, n_active: int) -> str:
-        """The backend of a step with ``n_active`` of the rows still active."""
-        return self._decide(occupancy, n_active)[0]
+    def choose(self, occupancy: Occupancy, rows: np.ndarray) -> np.ndarray:
+        """Of steps with so many of the rows still active, the backends, as indices in ``backends``."""
+        if len(self.backends) == 1:
+            return np.zeros(rows.shape, np.int32)
+        if not occupancy.segments:
+            return np.full(rows.shape, self.backends.index("paged"), np.int32)
+        if self.costs is None:
+            dense, cascade = (self.backends.index(name) for name in ("dense", "cascade"))
+            wide = rows * occupancy.group >= self.m_sat
+            return np.where(wide, dense, cascade).astype(np.int32)
+        return np.argmin(self._times(self.costs, occupancy, rows), axis=0).astype(np.int32)
 
     def reason(self, occupancy: Occupancy, n_active: int) -> str:
         """Why a step takes the backend it takes, in a few words with the figures."""
-        return self._decide(occupancy, n_active)[1]
-
-    def _decide(self, occupancy: Occupancy, n_active: int) -> tuple[str, str]:
         if len(self.backends) == 1:
-            return self.backends[0], "the only backend"
+            return "the only backend"
         if not occupancy.segments:
-            return "paged", "no contiguous prefix"
+            return "no contiguous prefix"
         if self.costs is None:
             m_eff = n_active * occupancy.group
-            sign, name = (">=", "dense") if m_eff >= self.m_sat else ("<", "cascade")
-            return name, f"M_eff {m_eff} {sign} {self.m_sat}"
-        left = n_active / max(1, occupancy.n_rows)
-        sharers = max(1.0, occupancy.sharers * left)
-        own = self.costs.own(n_active, occupancy.own_tokens)
+            return f"M_eff {m_eff} {'>=' if m_eff >= self.m_sat else '<'} {self.m_sat}"
+        times = self._times(self.costs, occupancy, np.array([n_active]))
+        figures = zip(self.backends, times[:, 0], strict=True)
+        return "predicted a layer: " + ", ".join(f"{name} {time:.0f} us" for name, time in figures)
+
+    def _times(self, costs: CostTable, occupancy: Occupancy, rows: np.ndarray) -> np.ndarray:
+        """Microseconds of each backend, in the order of ``backends``."""
+        sharers = np.maximum(1.0, occupancy.sharers * rows / max(1, occupancy.n_rows))
+        own = costs.own(rows, occupancy.own_tokens)
         whole = occupancy.own_tokens + occupancy.covered_tokens
         times = {
-            "dense": self.costs.dense(sharers, occupancy.shared_tokens) + own,
-            "cascade": self.costs.cascade(sharers, occupancy.shared_tokens) + own,
-            "paged": self.costs.own(n_active, whole),
+            "dense": costs.dense(sharers, occupancy.shared_tokens) + own,
+            "cascade": costs.cascade(sharers, occupancy.shared_tokens) + own,
+            "paged": costs.own(rows, whole),
         }
-        name = min(self.backends, key=lambda backend: times[backend])
-        figures = ", ".join(f"{backend} {times[backend]:.0f} us" for backend in self.backends)
-        return name, f"predicted a layer: {figures}"
+        return np.stack([times[name] for name in self.backends])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -126,8 +133,7 @@ def make_choices(rule: DispatchRule, occupancy: Occupancy, *, n_rows: int) -> Ch
       occupancy: the batch.
       n_rows: rows of the bucket.
     """
-    names = [rule.choose(occupancy, rows) for rows in range(n_rows + 1)]
-    return Choices(rule.backends, np.array([rule.backends.index(n) for n in names], np.int32))
+    return Choices(rule.backends, rule.choose(occupancy, np.arange(n_rows + 1)))
 
 
 def fixed_choices(rule: DispatchRule, backend: str, *, n_rows: int) -> Choices:

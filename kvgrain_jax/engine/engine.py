@@ -338,9 +338,10 @@ class Engine(Serving[Scheduler]):
         for step in range(len(tokens)):
             backend = plan.choices.backends[trace.backend[step]]
             rows = int(trace.rows[step])
-            reason = self._rule.reason(plan.occupancy, rows)
             read = plan.prefix_tokens_read(backend, tokens[step] >= 0)
-            self.metrics.steps.append(StepTrace(backend, rows, rows * self._group, reason, read))
+            self.metrics.steps.append(
+                StepTrace(backend, rows, rows * self._group, plan.reason(rows), read)
+            )
         for index, column in enumerate(tokens.T.tolist()):
             new = [token for token in column if token >= 0]
             if new:

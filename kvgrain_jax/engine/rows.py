@@ -1,7 +1,8 @@
 """Rows of the batch on the host, and the decode plan of a batch of them."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -68,7 +69,7 @@ class BatchPlan:
     Attributes:
       device: the plan that the decode loop takes.
       choices: the backend that a step takes, by its active rows.
-      occupancy: what the choices were made from.
+      reason: why a step takes the backend it takes, by its active rows.
       read_once: prefix tokens that a step reads once for all rows.
       read_by_row: prefix tokens that each row reads for itself besides, ``[B]``.
       prefix_of_row: tokens of shared prefixes in each row's context, ``[B]``.
@@ -76,7 +77,7 @@ class BatchPlan:
 
     device: DecodePlan
     choices: Choices
-    occupancy: Occupancy
+    reason: Callable[[int], str]
     read_once: int
     read_by_row: np.ndarray
     prefix_of_row: np.ndarray
@@ -149,7 +150,7 @@ def plan_batch(
             kernels=kernels,
         ),
         choices=make_choices(rule, occupancy, n_rows=len(rows)),
-        occupancy=occupancy,
+        reason=functools.cache(functools.partial(rule.reason, occupancy)),
         read_once=sum(segment.length for segment in segments),
         read_by_row=np.maximum(prefixes - starts, 0),
         prefix_of_row=prefixes,

@@ -21,8 +21,12 @@ def occupancy(rows, group, *lengths, own=16):
     return Occupancy(rows, group, [Segment(0, n, 0, rows) for n in lengths], own)
 
 
+def backend_of(rule, seen, rows):
+    return rule.backends[rule.choose(seen, np.array([rows]))[0]]
+
+
 def choice(rule, rows, group, *lengths):
-    return rule.choose(occupancy(rows, group, *lengths), rows)
+    return backend_of(rule, occupancy(rows, group, *lengths), rows)
 
 
 def test_dense_from_the_threshold_on_and_cascade_below():
@@ -103,8 +107,17 @@ def test_calibrated_rule_takes_the_smallest_predicted_time(rows, prefix, want):
         "paged": COSTS.own(rows, 16 + prefix),
     }
     assert min(times, key=lambda name: times[name]) == want
-    assert rule.choose(seen, rows) == want
+    assert backend_of(rule, seen, rows) == want
     assert f"{want} {times[want]:.0f} us" in rule.reason(seen, rows)
+
+
+@pytest.mark.parametrize("rule", [make_rule("auto", costs=COSTS), make_rule("auto", m_sat=24)])
+def test_choices_of_all_rows_at_once_are_those_of_each(rule):
+    seen = occupancy(300, 4, 512)
+    each = [backend_of(rule, seen, rows) for rows in range(301)]
+    choices = make_choices(rule, seen, n_rows=300)
+    assert [choices.backends[i] for i in choices.table] == each
+    assert len(set(each)) > 1
 
 
 def test_classes_count_by_the_rows_that_share_them():
