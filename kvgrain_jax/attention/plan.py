@@ -89,6 +89,8 @@ def kernel_shape(n_heads: int, n_kv_heads: int, head_dim: int) -> KernelShape | 
 class WorkList:
     """Tiles of all segments: for the XLA specification, and for the GPU kernels where they run.
 
+    An axis of layers may stand in front of all arrays, see ``budgets.ragged``.
+
     Attributes:
       items: ``(segment, row offset, kv offset)``, int32, padded with zeros.
       n_items: how many entries of ``items`` count.
@@ -96,8 +98,8 @@ class WorkList:
       tiling: size of a tile of ``items``.
     """
 
-    items: Int[Array, "W 3"]
-    n_items: Int[Array, ""]
+    items: Int[Array, "*layers W 3"]
+    n_items: Int[Array, "*layers"]
     schedule: Schedule | None = None
     tiling: Tiling = dataclasses.field(default=DENSE_TILING, metadata={"static": True})
 

@@ -62,7 +62,7 @@ class SegmentWork:
       work: their tiles.
     """
 
-    segments: Int[Array, "C 4"]
+    segments: Int[Array, "*layers C 4"]
     work: WorkList
 
 

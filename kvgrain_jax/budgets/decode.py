@@ -102,6 +102,7 @@ def decode_loop(
     max_finished: Int[Array, ""],
     works: Sequence[DecodeWork] | None = None,
     shared: SharedRows | None = None,
+    layers: Sequence[Int[Array, ""]] | None = None,
     *,
     step,
     n_rows: int,
@@ -122,6 +123,7 @@ def decode_loop(
       works: for each layer into how many parts the kernel cuts each head's tokens, see
         ``layer_works``; None cuts none.
       shared: prefixes that the rows share; None where no request may.
+      layers: the numbers of the layers as data, see ``prefill.prefill_chunk``.
       step: the model, see ``engine.model.Model.step``.
       n_rows: rows in front of the batch to compute (a bucket).
       max_steps: capacity of the trace.
@@ -144,7 +146,9 @@ def decode_loop(
     def body(state):
         kv, head, trace, finished = state
         rows = head.rows
-        attend = _attend(head, works, shared, groups=groups, scorer=scorer, page_size=page_size)
+        attend = _attend(
+            head, works, shared, layers, groups=groups, scorer=scorer, page_size=page_size
+        )
         logits, kv = step(params, rows.tokens, rows.lengths, kv, attend)
         token = (greedy_sample if greedy else sample)(
             logits, rows.temperature, rows.top_k, rows.top_p, rows.seed, rows.n_generated
@@ -203,6 +207,7 @@ def _attend(
     head: HeadBatch,
     works: Sequence[DecodeWork] | None,
     shared: SharedRows | None,
+    layers: Sequence[Int[Array, ""]] | None,
     *,
     groups: HeadGroups,
     scorer: ChunkScorer,
@@ -212,13 +217,15 @@ def _attend(
     active = head.rows.active
     positions = jnp.where(active, head.rows.lengths, -1)
     lengths = jnp.where(active[:, None, None], head.lengths + 1, 0)
+    group_of, place_of = jnp.asarray(groups.group_of), jnp.asarray(groups.place_of)
 
     def attend(kv: HeadKV, layer: int, q, k, v):
-        group, place = groups.group_of[layer], groups.place_of[layer]
+        number = layer if layers is None else layers[layer]
+        group, place = group_of[number], place_of[number]
         n_rows, n_heads, head_dim = k.shape
         row = pool.rows_of(
             head.tables[:, group],
-            jnp.broadcast_to(jnp.asarray(place)[None, :], (n_rows, n_heads)),
+            jnp.broadcast_to(place[None, :], (n_rows, n_heads)),
             head.lengths[:, group, place][..., None],
             page_size=page_size,
             group_size=groups.group_size,
@@ -241,7 +248,7 @@ def _attend(
             page_size=page_size,
             scale=head_dim**-0.5,
             work=None if works is None else works[layer],
-            prefix=attend_shared(q, kv, layer, shared, n_heads) if shared else None,
+            prefix=attend_shared(q, kv, number, shared, n_heads) if shared else None,
             out_dtype=q.dtype,
         )
         return out, kv

@@ -60,6 +60,7 @@ class HeadDevice:
         self._shares = geometry.n_hot_pages > 0
         self._shared: tuple[list[SharedPrefix | None], SharedRows] | None = None
         self._kernels = ragged.head_kernels(model.n_heads, model.n_kv_heads, model.head_dim)
+        self._layers = tuple(jnp.int32(layer) for layer in range(model.n_layers))
         self._works = {n: self._decode_works(plan, n) for n in config.batch_buckets}
 
     def compute_chunk(
@@ -87,6 +88,7 @@ class HeadDevice:
             ),
             self._row_of(row),
             self._runs(row.prefix) if self._shares else None,
+            self._layers,
             step=self.model.step,
             groups=self.groups,
             scorer=self.config.scorer,
@@ -134,6 +136,7 @@ class HeadDevice:
             jnp.int32(max_finished),
             self._works[n_rows],
             self._share_rows(rows[:n_rows]) if self._shares else None,
+            self._layers,
             step=self.model.step,
             n_rows=n_rows,
             max_steps=self.config.decode_steps,

@@ -6,6 +6,7 @@ would have to be taken back. Source: Tangram §4.1.2.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -68,6 +69,7 @@ def prefill_chunk(
     chunk: PromptChunk,
     row: Batch,
     prefix: HeadRuns | None = None,
+    layers: Sequence[Int[Array, ""]] | None = None,
     *,
     step,
     groups: HeadGroups,
@@ -91,6 +93,8 @@ def prefill_chunk(
       row: the request's sampling parameters, a batch of one.
       prefix: survivors of the shared prefix in front of the request; None where no request may
         share one.
+      layers: the numbers of the layers. As data they let the compiler make one kernel for all
+        layers; without them each layer gets its own.
       step: the model, see ``engine.model.Model.step``.
       groups: the head groups.
       scorer: scores of the tokens.
@@ -111,7 +115,8 @@ def prefill_chunk(
     positions = jnp.where(index < chunk.n_tokens, chunk.first + index, -1)
     end = chunk.first + chunk.n_tokens
     n_places = table.shape[1] * page_size
-    held = lengths[groups.group_of, groups.place_of]
+    group_of, place_of = jnp.asarray(groups.group_of), jnp.asarray(groups.place_of)
+    held = lengths[group_of, place_of]
     n_kv_heads, n_rows_of_pool = held.shape[1], kv.scores.size
 
     def run_work(starts, lengths, n_slots, most_keys):
@@ -129,19 +134,20 @@ def prefill_chunk(
     earlier = run_work(
         jnp.broadcast_to(starts[None, :], held.shape), held, n_kv_heads * n_places, n_places
     )
-    shared = []
+    shared = None
     if prefix is not None:
         shared = run_work(prefix.starts, prefix.lengths, n_rows_of_pool, max_context)
 
     def attend(state, layer, q, k, v):
         kv, finite = state
-        group, place = groups.group_of[layer], groups.place_of[layer]
-        before, target = held[layer], targets[group, place]
+        number = layer if layers is None else layers[layer]
+        group, place = group_of[number], place_of[number]
+        before, target = held[number], targets[group, place]
         token = jnp.arange(n_places, dtype=jnp.int32)[None, :]
         places = pool.rows_of(
             table[group],
-            jnp.asarray(place),
-            jnp.broadcast_to(token, (len(group), n_places)),
+            place,
+            jnp.broadcast_to(token, (n_kv_heads, n_places)),
             page_size=page_size,
             group_size=groups.group_size,
         )
@@ -156,11 +162,11 @@ def prefill_chunk(
             return ragged.attend_runs(q, keys, values, work, n_kv_heads=n_kv_heads, **options)
 
         parts = [
-            attend_to(old_k, old_v, earlier[layer]),
+            attend_to(old_k, old_v, ragged.of_layer(earlier, number)),
             attend_to(k.swapaxes(0, 1), v.swapaxes(0, 1), own_work, causal=True),
         ]
-        if prefix is not None:
-            parts.append(attend_to(kv.k, kv.v, shared[layer]))
+        if shared is not None:
+            parts.append(attend_to(kv.k, kv.v, ragged.of_layer(shared, number)))
         out, _ = merge_row_partials(parts, n_heads=q.shape[1], out_dtype=q.dtype)
         # The survivors are written over only when they have been read: else XLA copies the pool.
         out, old_k, old_v, kv = lax.optimization_barrier((out, old_k, old_v, kv))

@@ -4,15 +4,17 @@ Enter queries ``[B, H, D]`` and, for each KV head, a run of keys somewhere in on
 results for ``merge_row_partials``. Row ``b`` of head ``h`` has the number ``h * B + b``, so a segment is
 a head and its rows. The lengths are known on the device only: the schedule of the GPU kernels is made
 there, for all layers at once, by laying the work of all heads on one line and cutting it evenly.
+Layers are told apart by a number in an array, not in the program, so that the compiler makes one kernel
+for all of them.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvgrain_jax.attention.plan import (
@@ -70,7 +72,7 @@ def attend_runs(
       q: queries.
       k: vectors that the runs lie in, in the order of their memory.
       v: values.
-      work: the runs, as ``run_work`` and ``own_work`` give them.
+      work: the runs, as ``of_layer`` and ``own_work`` give them.
       n_kv_heads: ``K``.
       causal: row ``b`` of a head sees the first ``b + 1`` keys of its run.
     """
@@ -104,8 +106,8 @@ def run_work(
     most_keys: int,
     kernels: KernelShape | None,
     tiling: Tiling = PREFILL_TILING,
-) -> list[SegmentWork]:
-    """Work of each layer where ``n_rows`` rows of every head attend to its run.
+) -> SegmentWork:
+    """Work of all layers where ``n_rows`` rows of every head attend to its run, for ``of_layer``.
 
     Args:
       starts: first key of each head's run.
@@ -119,18 +121,20 @@ def run_work(
     first = jnp.broadcast_to(jnp.arange(starts.shape[1], dtype=jnp.int32) * n_rows, starts.shape)
     segments = jnp.stack([starts, lengths, first, jnp.full_like(first, n_rows)], axis=-1)
     tiles, n_tiles = ragged_tiles(segments, most_rows=n_rows, most_keys=most_keys, tiling=tiling)
-    works = [
-        SegmentWork(of_layer, WorkList(tiles, n, tiling=tiling))
-        for of_layer, n in zip(segments, n_tiles, strict=True)
-    ]
+    works = jax.vmap(lambda of_layer, n: SegmentWork(of_layer, WorkList(tiles, n, tiling=tiling)))
     return schedule_layers(
-        works,
+        works(segments, n_tiles),
         kernels,
         n_rows=starts.shape[1] * n_rows,
         most_rows=n_rows,
         least_rows=n_rows,
         n_slots=n_slots,
     )
+
+
+def of_layer(works: SegmentWork, layer: int | Int[Array, ""]) -> SegmentWork:
+    """The work of one layer."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, axis=0, keepdims=False), works)
 
 
 def own_work(n_kv_heads: int, n_tokens: int, *, kernels: KernelShape | None) -> SegmentWork:
@@ -164,37 +168,29 @@ def head_kernels(n_heads: int, n_kv_heads: int, head_dim: int) -> KernelShape | 
 
 
 def schedule_layers(
-    works: Sequence[SegmentWork],
+    works: SegmentWork,
     kernels: KernelShape | None,
     *,
     n_slots: int,
     **rows: int,
-) -> list[SegmentWork]:
-    """Add a schedule to the work of every layer, where the GPU kernels can run.
+) -> SegmentWork:
+    """Add schedules to the work of all layers, where the GPU kernels can run.
 
     Args:
-      works: of each layer.
+      works: of all layers, with an axis of layers in front.
       kernels: shape to schedule for, of one KV head.
       n_slots: keys of the array that the segments lie in.
       **rows: see ``ragged_schedule``.
     """
     if kernels is None or not _fits(kernels, n_slots):
-        return list(works)
-    segments = jnp.stack([work.segments for work in works])
-    schedules = _schedules(segments, kernels, **rows)
-    return [
-        SegmentWork(work.segments, dataclasses.replace(work.work, schedule=_layer(schedules, i)))
-        for i, work in enumerate(works)
-    ]
+        return works
+    schedules = _schedules(works.segments, kernels, **rows)
+    return dataclasses.replace(works, work=dataclasses.replace(works.work, schedule=schedules))
 
 
 @partial(jax.jit, static_argnames=("kernels", "n_rows", "most_rows", "least_rows"))
 def _schedules(segments: Int[Array, "L C 4"], kernels: KernelShape, **rows: int) -> Schedule:
     return jax.vmap(partial(ragged_schedule, kernels=kernels, **rows))(segments)
-
-
-def _layer(schedules: Schedule, layer: int) -> Schedule:
-    return jax.tree.map(lambda x: x[layer], schedules)
 
 
 def _fits(kernels: KernelShape, n_slots: int) -> bool:

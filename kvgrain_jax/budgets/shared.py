@@ -134,12 +134,12 @@ class SharedRows:
     Attributes:
       order: the batch row at each place; sharers of a prefix are next to each other.
       place: the place of each batch row.
-      works: the runs of each layer, and their sharers as rows of heads, see ``budgets.ragged``.
+      works: the runs of all layers, and their sharers as rows of heads, see ``ragged.of_layer``.
     """
 
     order: Int[Array, "B"]
     place: Int[Array, "B"]
-    works: list[SegmentWork]
+    works: SegmentWork
 
 
 def share_rows(
@@ -175,7 +175,7 @@ def share_rows(
     tiling = Tiling(min(DENSE_TILING.row_tile, n_rows), DENSE_TILING.kv_tile)
     size = work_capacity(tiling, n_rows, n_rows_of_slabs, capacity)
 
-    def of_layer(layer: int) -> SegmentWork:
+    def work_of(layer: int) -> SegmentWork:
         segments = [
             Segment(
                 int(prefix.starts[layer, head]),
@@ -191,7 +191,7 @@ def share_rows(
         return SegmentWork(jnp.asarray(table), make_work_list(segments, tiling, size))
 
     works = ragged.schedule_layers(
-        [of_layer(layer) for layer in range(n_layers)],
+        jax.tree.map(lambda *layers: jnp.stack(layers), *map(work_of, range(n_layers))),
         kernels,
         n_slots=n_rows_of_pool,
         n_rows=capacity,
@@ -206,10 +206,14 @@ def share_rows(
 
 
 def attend_shared(
-    q: Float[Array, "B H D"], kv: HeadKV, layer: int, shared: SharedRows, n_kv_heads: int
+    q: Float[Array, "B H D"],
+    kv: HeadKV,
+    layer: int | Int[Array, ""],
+    shared: SharedRows,
+    n_kv_heads: int,
 ) -> RowPartials:
     """Attention of each row to the survivors of its prefix, for ``head_group_decode`` to merge."""
-    work = shared.works[layer]
+    work = ragged.of_layer(shared.works, layer)
     found = ragged.attend_runs(q[shared.order], kv.k, kv.v, work, n_kv_heads=n_kv_heads)
     return dataclasses.replace(
         found, places=found.places[shared.place], counts=found.counts[shared.place]

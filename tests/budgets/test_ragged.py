@@ -20,20 +20,20 @@ def draw(seed: int, *shape: int, dtype=jnp.float32):
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
-def attend(lengths, works, q, k, v, *, implementation: str, causal: bool = False):
-    """Output and log-sum-exp of the last layer's work."""
+def attend(lengths, work, q, k, v, *, implementation: str, causal: bool = False):
+    """Output and log-sum-exp of the work of a layer."""
 
     @jax.jit
     def program(q, k, v, work):
         return ragged.attend_runs(q, k, v, work, n_kv_heads=len(lengths), causal=causal)
 
     with interpreted(), override(implementation):
-        part = program(q, k, v, works[-1])
+        part = program(q, k, v, work)
     return MERGE([part], n_heads=q.shape[1], implementation="xla")
 
 
-def works_of(lengths, *, group: int, n_rows: int, starts=None):
-    """Work of two layers; the second has the lengths."""
+def work_of(lengths, *, group: int, n_rows: int, starts=None):
+    """Work of the second of two layers; the first has the lengths the other way round."""
     kernels = KernelShape(1, group, HEAD_DIM, WORKERS)
     lengths = jnp.asarray(lengths, jnp.int32)
     if starts is None:
@@ -41,12 +41,14 @@ def works_of(lengths, *, group: int, n_rows: int, starts=None):
     starts = jnp.asarray(starts, jnp.int32)
     sizes = {"n_rows": n_rows, "n_slots": SLOTS, "most_keys": SLOTS // 2, "kernels": kernels}
     make = jax.jit(partial(ragged.run_work, **sizes))
-    return make(jnp.stack([starts, starts]), jnp.stack([lengths[::-1], lengths]))
+    return ragged.of_layer(
+        make(jnp.stack([starts, starts]), jnp.stack([lengths[::-1], lengths])), 1
+    )
 
 
-def check_both(lengths, works, q, k, v, *, implementation: str, tolerance: float = 2e-5, **options):
-    expected = attend(lengths, works, q, k, v, implementation="xla", **options)
-    found = attend(lengths, works, q, k, v, implementation=implementation, **options)
+def check_both(lengths, work, q, k, v, *, implementation: str, tolerance: float = 2e-5, **options):
+    expected = attend(lengths, work, q, k, v, implementation="xla", **options)
+    found = attend(lengths, work, q, k, v, implementation=implementation, **options)
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
     return found
@@ -63,20 +65,20 @@ def check_both(lengths, works, q, k, v, *, implementation: str, tolerance: float
 def test_schedule_covers_every_key_of_every_row_once(lengths, group, n_rows):
     q = draw(1, n_rows, group * len(lengths), HEAD_DIM)
     k, v = draw(2, SLOTS, HEAD_DIM), draw(3, SLOTS, HEAD_DIM)
-    works = works_of(lengths, group=group, n_rows=n_rows)
-    check_both(lengths, works, q, k, v, implementation="triton")
+    work = work_of(lengths, group=group, n_rows=n_rows)
+    check_both(lengths, work, q, k, v, implementation="triton")
 
 
 def test_runs_may_begin_anywhere_and_the_hopper_kernel_reads_them_too():
     lengths, starts = [130, 77], [3, 200]
     q = draw(1, 20, 4, HEAD_DIM, dtype=jnp.bfloat16)
     k, v = (draw(i, SLOTS, HEAD_DIM, dtype=jnp.bfloat16) for i in (2, 3))
-    works = works_of(lengths, group=2, n_rows=20, starts=starts)
-    check_both(lengths, works, q, k, v, implementation="mosaic", tolerance=2e-2)
+    work = work_of(lengths, group=2, n_rows=20, starts=starts)
+    check_both(lengths, work, q, k, v, implementation="mosaic", tolerance=2e-2)
 
 
 def test_work_is_cut_into_equal_parts():
-    schedule = works_of([320, 64], group=4, n_rows=100)[-1].work.schedule
+    schedule = work_of([320, 64], group=4, n_rows=100).work.schedule
     assert schedule is not None
     steps = np.asarray(schedule.items)[:, 3]
     starts = np.asarray(schedule.worker_starts)
@@ -96,6 +98,6 @@ def test_tokens_of_a_chunk_see_themselves_and_those_before(n_tokens):
     assert (work.work.schedule is not None) == (2 * n_tokens >= kernels.kv_tile)
     implementation = "triton" if work.work.schedule else "xla"
     options = {"implementation": implementation, "causal": True}
-    out, _ = check_both(lengths, [work], q, k, v, **options)
+    out, _ = check_both(lengths, work, q, k, v, **options)
     first = np.asarray(out)[0].reshape(2, group, HEAD_DIM)
     np.testing.assert_allclose(first, np.asarray(v)[:, :1].repeat(group, 1), rtol=1e-5, atol=1e-6)
