@@ -2,8 +2,9 @@
 
     python -m experiments.decode_step --config=configs/decode_step.py
 
-All systems hold their batch at once and take turns, so that a slow moment of the machine meets all
-of them; the figure of a system is the median of its turns. Prefill and compilation are not timed.
+All systems hold their batch at once and take turns, there and back, so that a slow moment of the
+machine meets all of them; the figure of a system is the median of its turns. Prefill and compilation
+are not timed.
 
 Fields of a config:
   model, dtype            as in ``experiments.serve``.
@@ -18,7 +19,7 @@ Fields of a config:
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -63,11 +64,8 @@ def decode_step(
         model = models.load(config["model"], dtype=config["dtype"]).model
     with console.status("compiling and computing the prompts"):
         engines = {name: ready_engine(model, system, config) for name, system in systems.items()}
-    times: dict[str, list[float]] = {name: [] for name in systems}
     with console.status("timing"):
-        for _ in range(config["repeats"]):
-            for name, engine in engines.items():
-                times[name].append(time_turn(engine, config))
+        times = take_turns(engines, config)
     rows = _rows(engines, times)
     path = report.write_result(folder, "decode_step", config, rows)
     console.print(_table(config, rows))
@@ -138,6 +136,26 @@ def ready_engine(model: Model, system: EngineConfig, config: Mapping[str, Any]) 
     for _ in range(WARMUP_TURNS):
         engine.step()
     return engine
+
+
+def take_turns(
+    engines: Mapping[str, Engine],
+    config: Mapping[str, Any],
+    progress: Callable[[int], None] = lambda turn: None,
+) -> dict[str, list[float]]:
+    """Seconds of a decode step in each turn of each engine; the turns go there and back.
+
+    Args:
+      engines: of ``ready_engine``.
+      config: as there.
+      progress: called before each round of turns, with how many are done.
+    """
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    for turn in range(config["repeats"]):
+        progress(turn)
+        for name in engines if turn % 2 == 0 else reversed(list(engines)):
+            times[name].append(time_turn(engines[name], config))
+    return times
 
 
 def time_turn(engine: Engine, config: Mapping[str, Any]) -> float:

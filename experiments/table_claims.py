@@ -166,7 +166,7 @@ def _fit(rows: Rows) -> Finding | None:
 
 
 def _overhead(rows: Rows) -> Finding | None:
-    values = rows.all("overhead_percent")
+    values = rows.all("overhead_bound_percent")
     return (f"{max(values):.2f}% of a step at most", max(values) < 0.2) if values else None
 
 

@@ -140,6 +140,38 @@ def _bars(metric: str) -> Callable[..., None]:
     return panel
 
 
+def _overhead(axis: Axes, config, rows: Sequence[Row], series, styles) -> None:
+    """What the dispatch costs in each cell, with its interval."""
+    for index, row in enumerate(rows):
+        low, middle, high = (mean(row, f"overhead_{end}us") or 0.0 for end in ("low_", "", "high_"))
+        axis.errorbar(
+            index, middle, [[middle - low], [high - middle]], fmt="o", color="black", capsize=6
+        )
+        axis.annotate(
+            f"{middle:.1f} µs\nat most {mean(row, 'overhead_bound_percent'):.2f}% of the step",
+            (index, middle),
+            (10, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
+    axis.axhline(0, color="black", linewidth=0.6)
+    axis.set_xticks(range(len(rows)), [label(row["cell"]) for row in rows])
+    axis.set_ylabel("µs a step, median and 95% interval")
+    axis.set_title("With the dispatch less without it, paired turns", fontsize=10)
+    axis.margins(0.5, 0.2)
+
+
+def _turns(axis: Axes, config, rows, series: Series, styles) -> None:
+    """Every turn of the last measured cell, with and without the dispatch."""
+    for found in series.values():
+        for name, marker, text in (("auto", "o-", "with"), ("forced", "s--", "without")):
+            axis.plot(found[f"{name}_ms"], marker, ms=4, lw=1, label=f"{text} the dispatch")
+    axis.set_xlabel("turn")
+    axis.set_ylabel("step, ms")
+    axis.set_title(f"Turns at {label(rows[-1]['cell'])}" if rows else "", fontsize=10)
+
+
 def _tpot(axis: Axes, config, rows, series: Series, styles) -> None:
     """Distribution of TPOT in the last measured cell."""
     for name, found in series.items():
@@ -249,6 +281,7 @@ PICTURES: dict[str, Sequence[Callable[..., None]]] = {
     "crossover": (_ladder("batch", "step_ms"), _ladder("batch", "to_cascade")),
     "dispatch": (_ladder("batch", "dense_percent"), _ladder("batch", "tok_s")),
     "bars": (_bars("tok_s"), _tpot, _occupancy),
+    "paired": (_overhead, _turns),
     "steps": (_bars("step_ms"), _bars("tok_s")),
     "shares": (_shares,),
     "kernels": (_bars("us"), _roofline),

@@ -28,8 +28,12 @@ METRICS = {
     "ttft_p99_s": ("TTFT p99, s", ".2f"),
     "step_ms": ("step, ms", ".4g"),
     "to_cascade": ("dense / cascade", ".2f"),
+    "forced_ms": ("without dispatch, ms", ".4g"),
     "overhead_us": ("dispatch, µs a step", ".1f"),
+    "overhead_low_us": ("from, µs", ".1f"),
+    "overhead_high_us": ("to, µs", ".1f"),
     "overhead_percent": ("dispatch, % of step", ".2f"),
+    "overhead_bound_percent": ("at most, % of step", ".2f"),
     "m_eff": ("M_eff", ".0f"),
     "dense_percent": ("dense steps, %", ".0f"),
     "hit_percent": ("cache hits, % of prompt", ".1f"),
@@ -174,18 +178,6 @@ def _dense_over_cascade(groups: Sequence[list[Row]]) -> None:
             _ratio(dense, "step_ms", base, "to_cascade", inverse=False)
 
 
-def _dispatch(groups: Sequence[list[Row]]) -> None:
-    """What choosing a backend costs: the step that chooses less the same step without a choice."""
-    for group in groups:
-        auto = _find(group, "auto")
-        if auto is None or not (step := mean(auto, "step_ms")):
-            continue
-        forced = _find(group, "dense" if (mean(auto, "dense_percent") or 0) > 50 else "cascade")
-        if forced and (without := mean(forced, "step_ms")):
-            _set(auto, "overhead_us", (step - without) * 1000)
-            _set(auto, "overhead_percent", 100 * (step - without) / step)
-
-
 def _amdahl(groups: Sequence[list[Row]]) -> None:
     """Amdahl's prediction (the paper's Eq. 3 and 4) from the baseline's shares and the speed-up of the
     attention inside the engine."""
@@ -211,7 +203,6 @@ def _layouts(groups: Sequence[list[Row]]) -> None:
 
 DERIVED: dict[str, Callable[[Sequence[list[Row]]], None]] = {
     "dense_over_cascade": _dense_over_cascade,
-    "dispatch": _dispatch,
     "amdahl": _amdahl,
     "layouts": _layouts,
 }

@@ -68,6 +68,8 @@ HOW = {
     "burst": "as many requests as the batch has rows, all at once",
     "replay": "a recorded trace, replayed by its clock",
     "steps": "steady decode steps of a full batch; output tok/s is B / step, without any prefill",
+    "paired": "steady steps with the dispatch and with the backend that it takes, turn about; the "
+    "median difference of paired turns, with its 95% interval",
     "kernels": "one kernel in a jitted loop",
     "profile": "kernel times of decode steps, from a profiler trace",
 }

@@ -16,6 +16,7 @@ import numpy as np
 from experiments import decode_step
 from experiments.table_spec import Unit
 from experiments.table_workloads import prefixes
+from kvgrain_jax.engine import Engine
 from models import LoadedModel
 
 
@@ -30,17 +31,7 @@ def measure(
     cell, config = unit.cell, unit.engine
     assert config is not None
     model = load(unit.model, unit.dtype, unit.cell["tp"]).model
-    sizes = {
-        "prefix_tokens": prefixes(cell),
-        "batch": cell["batch"],
-        "suffix_tokens": cell["suffix_tokens"],
-        "steps": config.decode_steps,
-        "repeats": cell["repeats"],
-        "engine": {
-            "chunk_tokens": config.chunk_tokens,
-            "chunk_requests": config.chunk_requests,
-        },
-    }
+    sizes = step_sizes(unit)
     try:
         progress("compiling and computing the prompts")
         engine = decode_step.ready_engine(model, config, sizes)
@@ -51,7 +42,6 @@ def measure(
             turns.append(decode_step.time_turn(engine, sizes) * 1000)
     except KeyboardInterrupt:
         return None
-    steps = engine.metrics.steps
     median, high = np.percentile(turns, [50, 99])
     return {
         "metrics": {
@@ -59,8 +49,31 @@ def measure(
             "tpot_p50_ms": median,
             "tpot_p99_ms": high,
             "step_ms": median,
-            "dense_percent": 100 * sum(s.backend == "dense" for s in steps) / len(steps),
-            "m_eff": steps[-1].m_eff,
+            "dense_percent": dense_percent(engine),
+            "m_eff": engine.metrics.steps[-1].m_eff,
         },
         "series": {"tpot_ms": turns},
     }
+
+
+def step_sizes(unit: Unit) -> dict[str, Any]:
+    """What ``decode_step.ready_engine`` and ``decode_step.time_turn`` take of a unit."""
+    cell, config = unit.cell, unit.engine
+    assert config is not None
+    return {
+        "prefix_tokens": prefixes(cell),
+        "batch": cell["batch"],
+        "suffix_tokens": cell["suffix_tokens"],
+        "steps": config.decode_steps,
+        "repeats": cell["repeats"],
+        "engine": {
+            "chunk_tokens": config.chunk_tokens,
+            "chunk_requests": config.chunk_requests,
+        },
+    }
+
+
+def dense_percent(engine: Engine) -> float:
+    """The metric of that name, over the steps that the engine has kept."""
+    steps = engine.metrics.steps
+    return 100 * sum(step.backend == "dense" for step in steps) / len(steps)

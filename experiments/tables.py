@@ -27,6 +27,7 @@ import models
 from experiments import flags as shared_flags
 from experiments import (
     report,
+    table_dispatch,
     table_kernels,
     table_markdown,
     table_profile,
@@ -49,6 +50,7 @@ METHODS: dict[str, Callable[..., dict[str, Any] | None]] = {
     "burst": table_serving.measure,
     "replay": table_serving.measure,
     "steps": table_steps.measure,
+    "paired": table_dispatch.measure,
     "kernels": table_kernels.measure,
     "profile": table_profile.measure,
 }

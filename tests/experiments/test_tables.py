@@ -146,7 +146,8 @@ def test_a_table_asks_for_the_memory_of_its_weights_and_pools(name):
         weights = 2 * sum(_product(sizes) for sizes in expected_tensors(shape).values())
         token = 2 * 2 * shape.layers * shape.kv_heads * shape.head_dim
         assert unit.engine.pool_tokens is not None
-        pools = token * unit.engine.pool_tokens
+        engines = 2 if unit.cell["how"] == "paired" else 1
+        pools = engines * token * unit.engine.pool_tokens
         assert weights + pools + 4 * 2**30 <= config["memory_gib"] * 2**30 < 139 * 2**30
 
 
@@ -226,6 +227,19 @@ def test_steady_steps_give_rows_over_time_and_no_time_to_first_token(results):
     step = row["metrics"]["step_ms"]["mean"]
     assert row["metrics"]["tok_s"]["mean"] == pytest.approx(4000 / step)
     assert "ttft_p50_s" not in row["metrics"]
+
+
+@pytest.mark.slow
+def test_the_cost_of_the_dispatch_is_taken_against_the_backend_that_it_takes(results):
+    _, result, _, folder = results("dispatch_overhead")
+    assert value(result, "dense_percent", batch=4) == 100
+    (cell,) = (folder / "cells").glob("*.json")
+    series = json.loads(cell.read_text())["series"]
+    differences = [a - b for a, b in zip(series["auto_ms"], series["forced_ms"], strict=True)]
+    assert len(differences) == 2
+    found = value(result, "overhead_us", batch=4)
+    assert found == pytest.approx(1000 * sum(differences) / 2)
+    assert value(result, "overhead_low_us", batch=4) == pytest.approx(1000 * min(differences))
 
 
 @pytest.mark.slow

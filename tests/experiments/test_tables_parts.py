@@ -1,11 +1,13 @@
 """Parts of the tables: lengths of turns, dialogues, the arithmetic of rows, the summary of claims."""
 
 import json
+import math
 import statistics
 
+import numpy as np
 import pytest
 
-from experiments import table_rows, table_summary, table_turns
+from experiments import table_dispatch, table_rows, table_summary, table_turns
 from experiments.table_claims import CLAIMS, Rows
 from experiments.table_markdown import value_text
 from experiments.trace_records import TraceError, prompt_tokens
@@ -125,14 +127,6 @@ def test_amdahls_prediction_is_the_papers_formula():
     assert table_rows.mean(ours, "speedup_predicted") == pytest.approx(1 / 0.46)
 
 
-def test_the_cost_of_the_dispatch_is_taken_against_the_backend_it_chose():
-    auto = row("auto", step_ms=2.0, dense_percent=100.0)
-    rows = [auto, row("dense", step_ms=1.99), row("cascade", step_ms=1.0)]
-    table_rows.DERIVED["dispatch"]([rows])
-    assert table_rows.mean(auto, "overhead_us") == pytest.approx(10)
-    assert table_rows.mean(auto, "overhead_percent") == pytest.approx(0.5)
-
-
 def test_dense_is_held_against_cascade():
     dense = row("dense", step_ms=3.0)
     table_rows.DERIVED["dense_over_cascade"]([[row("cascade", step_ms=4.0), dense]])
@@ -144,6 +138,44 @@ def test_dense_is_held_against_cascade():
 )
 def test_lengths_of_whole_ki_are_written_short(value, text):
     assert value_text(value) == text
+
+
+# -- paired turns --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("n", "ranks"), [(6, (1, 6)), (10, (2, 9)), (20, (6, 15)), (40, (14, 27)), (3, (1, 3))]
+)
+def test_the_interval_of_a_median_is_that_of_the_sign_test(n, ranks):
+    """Ranks of the 95% interval as tables of the sign test give them; the range below six values."""
+    shuffled = [7 * i % 41 for i in range(1, 41)]  # 1 to 40
+    low, median, high = table_dispatch.median_interval([v for v in shuffled if v <= n])
+    assert (low, high) == ranks
+    assert median == (n + 1) / 2
+
+
+def test_the_interval_of_a_median_holds_it_as_often_as_it_says():
+    draws = np.random.default_rng(0).exponential(size=(4000, 40))
+    ends = np.array([table_dispatch.median_interval(draw) for draw in draws])
+    held = np.mean((ends[:, 0] <= math.log(2)) & (math.log(2) <= ends[:, 2]))
+    # 1 - 2 * P(Binomial(40, 1/2) <= 13), within four standard errors.
+    assert held == pytest.approx(0.9615, abs=4 * math.sqrt(0.9615 * 0.0385 / 4000))
+
+
+def test_the_cost_of_the_dispatch_is_what_remains_when_a_drift_met_both():
+    drift = np.linspace(0.0, 0.004, 40)  # twice the step that is timed
+    forced = 0.002 + drift
+    found = table_dispatch.overhead((forced + 1e-6).tolist(), forced.tolist())
+    for name in ("overhead_us", "overhead_low_us", "overhead_high_us"):
+        assert found[name] == pytest.approx(1)
+    assert (found["forced_ms"], found["step_ms"]) == pytest.approx((4, 4.001))
+    assert found["overhead_percent"] == pytest.approx(100 / 4000)
+
+
+def test_the_bound_on_the_cost_is_the_end_of_its_interval_that_is_farther_from_none():
+    found = table_dispatch.overhead([0.992, 1.0, 1.004], [1.0, 1.0, 1.0])
+    assert found["overhead_percent"] == 0
+    assert found["overhead_bound_percent"] == pytest.approx(0.8)
 
 
 # -- claims --------------------------------------------------------------------------------------
@@ -183,6 +215,14 @@ def test_a_claim_measured_under_other_conditions_is_not_decided(tmp_path):
     write_result(tmp_path, "sharegpt_qwen14b", [one])
     found = line(table_summary.render(tmp_path), "sharegpt_qwen14b", "TP 2")
     assert found[3:5] == ["5.00x", "not testable here: one device"]
+
+
+@pytest.mark.parametrize(("bound", "verdict"), [(0.19, "confirmed"), (0.21, "not confirmed")])
+def test_the_dispatch_is_free_where_the_whole_interval_says_so(tmp_path, bound, verdict):
+    rows = [row("auto", overhead_percent=0.01, overhead_bound_percent=b) for b in (0.05, bound)]
+    write_result(tmp_path, "dispatch_overhead", rows)
+    found = line(table_summary.render(tmp_path), "dispatch_overhead", "free")
+    assert found[3:5] == [f"{bound:.2f}% of a step at most", verdict]
 
 
 def test_the_fitted_threshold_is_where_dense_wins_from_then_on():
