@@ -84,7 +84,7 @@ def get_config(name: str = "headline") -> ConfigDict:
         config.cells = tuple(((p,), b) for b in (1, 8, 32, 128, 256, 512) for p in LADDER)
         config.backends = ("auto", "dense", "cascade", "paged")
         config.steps = 16
-        config.turns = 2
+        config.turns = 4
     elif name in ("qwen14b", "qwen14b_tp2"):
         config.model = "random:qwen2.5-14b"
         config.cells = (((16384,), 256), ((8192,), 256))

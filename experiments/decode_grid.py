@@ -16,7 +16,8 @@ Fields of a config:
   backends                ``auto`` and names of backends.
   suffix_tokens           tokens of each row behind the prefix when the clock starts.
   steps                   decode steps of one turn.
-  turns                   turns of each backend.
+  turns                   turns of each backend; one for those that take over ``FAR_BEHIND`` times the
+                          fastest one's time in the first turn.
   end_to_end_tokens       output tokens of a burst of each cell's requests, served from the cached
                           prefix and timed as a whole; 0 for none.
   profile_steps           decode steps to record with the profiler in each cell; 0 for none.
@@ -57,6 +58,7 @@ FIELDS = (
 )
 SLAB_ALIGN = 128
 WARM_STEPS = 16
+FAR_BEHIND = 1.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,9 +336,10 @@ def time_cell(
         begin = time.perf_counter()
         engine.decode(WARM_STEPS, named(name))
         compiled_s[name] = time.perf_counter() - begin
+    near = list(backends)
     for turn in range(turns):
-        # There and back, as the rows grow from turn to turn.
-        for name in backends if turn % 2 == 0 else reversed(backends):
+        # There and back, as the rows grow from turn to turn; what is far behind is timed once.
+        for name in near if turn % 2 == 0 else reversed(near):
             done = len(engine.metrics.steps)
             begin = time.perf_counter()
             engine.decode(steps, named(name))
@@ -347,6 +350,8 @@ def time_cell(
             times[name].append(seconds / steps * 1e3)
             ran[name] |= {step.backend for step in taken}
             reasons[name] = taken[-1].reason
+        fastest = min(values[0] for values in times.values())
+        near = [name for name in backends if times[name][0] < FAR_BEHIND * fastest]
     return {
         name: {
             "step_ms": float(np.mean(values)),
@@ -354,6 +359,7 @@ def time_cell(
             "step_ms_max": max(values),
             "ran": sorted(ran[name]),
             "reason": reasons[name],
+            "turns": len(values),
             "first_call_s": compiled_s[name],
         }
         for name, values in times.items()

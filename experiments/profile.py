@@ -41,9 +41,17 @@ LAUNCH_GAP = 5e3  # nanoseconds
 KINDS = ("attention", "matmul", "other", "collectives")
 
 # By parts of the name, first match counts: our kernels are named after their operations, cuBLAS's
-# and XLA's matmuls after what they are.
+# and XLA's matmuls after what they are, XLA's own all-reduce after the `psum` that it computes.
 _NAMES = {
-    "collectives": ("nccl", "all-reduce", "allreduce", "all-gather", "all-to-all", "collective"),
+    "collectives": (
+        "nccl",
+        "psum",
+        "all-reduce",
+        "allreduce",
+        "all-gather",
+        "all-to-all",
+        "collective",
+    ),
     "attention": ("attention", "split_kv", "merge_triton", "head_group", "uniform_paged", "body_"),
     "matmul": ("gemm", "cutlass", "nvjet", "cublas", "dot", "matmul", "convolution", "xmma"),
 }

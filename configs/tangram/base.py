@@ -62,7 +62,7 @@ def serving(name: str, variant: str, title: str, *variants: str) -> Config:
             "scorer": "snapkv",
             "max_context": MAX_CONTEXT,
             "max_batch": 16,
-            "batch_buckets": (4, 16),
+            "batch_buckets": (16,),
             "chunk_tokens": 4096,
             "chunk_buckets": (128, 4096),
             "decode_steps": 32,

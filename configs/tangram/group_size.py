@@ -23,12 +23,11 @@ def get_config(variant: str = base.MODELS[0]) -> ConfigDict:
     config = base.serving("group_size", variant, "Throughput by head group size (Figure 12)")
     config.measure = "throughput"
     config.axes = ("group_size",)
-    config.engine.batch_buckets = (16,)
     config.workload = {
         **config.workload,
         "system": "balanced",
         "evicted": 75,
-        "conversations": 14,
+        "conversations": 16,
         "turns": 1,
         "question_tokens": 64,
     }

@@ -7,12 +7,12 @@
 
 FILE is a head profile, for Qwen3-4B a published one (see ``published_profiles.py``); where the model has
 other heads its fractions are resampled, and the result says so. Variants are ``MODEL``, ``MODEL-headline``
-(the whole cache, and all parts at 75%), and ``MODEL-long`` (98,304 tokens, one question) for ``qwen3-4b``
-and ``qwen2.5-7b``. Per model about 4 minutes on one H200, 2.5 for the headline cells, 5 for the long ones
-(estimated, not measured).
+(the whole cache, and all parts at 75%), and ``MODEL-long`` (98,304 tokens; eight conversations, two
+questions each, room for two whole caches) for ``qwen3-4b`` and ``qwen2.5-7b``. Per model about 6 minutes on
+one H200, 4 for the headline cells, 4 for the long ones (estimated, not measured).
 
-Fourteen conversations ask two questions each, in turn, over contexts of their own; the pool holds four
-whole caches. ``budgets`` has one page table for all heads and layers, ``groups`` one for each four heads,
+Sixteen conversations ask five questions each, in turn, over contexts of their own (as many as a
+conversation of SCBench has in the mean); the pool holds four whole caches. ``budgets`` has one page table for all heads and layers, ``groups`` one for each four heads,
 ``balanced`` also the split table. A conversation whose cache is dropped is computed again, as in vLLM.
 
 Where this differs: random conversations in place of SCBench's, all of one length; budgets of equal bytes
@@ -30,8 +30,8 @@ def get_config(variant: str = base.MODELS[0]) -> ConfigDict:
     config.measure = "throughput"
     config.workload = {
         **config.workload,
-        "conversations": 14,
-        "turns": 2,
+        "conversations": 16,
+        "turns": 5,
         "question_tokens": 64,
     }
     config.picture.y = ("requests_s", "rows_peak")
@@ -44,12 +44,14 @@ def get_config(variant: str = base.MODELS[0]) -> ConfigDict:
         config.memory_gib = 110
         config.max_context = config.engine.max_context = 99_328
         config.profile.window = 4096
-        config.workload.update(context_tokens=98_304, turns=1, output_tokens=256)
+        config.workload.update(
+            context_tokens=98_304, full_rows=2, conversations=8, turns=2, output_tokens=256
+        )
         config.cells = (full, _cell("balanced", 75))
         config.notes = config.notes[:2]
     if variant == "smoke":
         cells = (full, *(_cell(part, 75) for part in parts[1:]))
-        base.shrink(config, cells, conversations=6, question_tokens=4)
+        base.shrink(config, cells, conversations=6, turns=2, question_tokens=4)
     return config
 
 
