@@ -1,7 +1,8 @@
 """Pictures of the Tangram experiments: rows of a table enter, a PNG leaves.
 
-One panel for each metric, one line for each series; or stacked bars of the parts of a total. Series differ
-by marker and line as well as by colour, so the picture can be read in grey.
+One panel for each metric, one line for each series, or one bar where no series has two points; or stacked
+bars of the parts of a total. Series differ by marker and line as well as by colour, so the picture can be
+read in grey.
 """
 
 import pathlib
@@ -11,7 +12,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.tangram_table import METRICS
+from experiments.tangram_table import AXES, METRICS
 
 STYLES = {
     "full": ("#8a8a8a", "s", "--"),
@@ -37,21 +38,23 @@ def draw(path: pathlib.Path, config: Mapping[str, Any], rows: Sequence[Mapping[s
     picture = config["picture"]
     panels = [("stack", picture["stack"])] if picture["stack"] else []
     panels += [("lines", metric) for metric in picture["y"]]
-    figure = Figure(figsize=(4.6 * len(panels) + 1, 4.2), layout="constrained")
+    width = 8.5 if picture["stack"] else 4.6 * len(panels) + 1
+    figure = Figure(figsize=(width, 4.2), layout="constrained")
     figure.suptitle(config["title"], fontsize=12, x=0.01, ha="left")
     for axis, (kind, what) in zip(
         figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
     ):
         if kind == "stack":
             _stack(axis, picture, rows, what)
-        elif picture["x"] == picture["series"]:
+        elif len({row[picture["series"]] for row in rows}) == len(rows):
             _bars(axis, picture, rows, what)
         else:
             _lines(axis, picture, rows, what)
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=9)
         if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8, frameon=False)
+            outside = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if kind == "stack" else {}
+            axis.legend(fontsize=8, frameon=False, **outside)
     figure.savefig(path, dpi=150)
 
 
@@ -71,8 +74,8 @@ def _lines(
             label=str(name),
         )
     axis.set_xticks(range(len(places)), places)
-    axis.set_xlabel(picture["x"])
-    axis.set_ylim(bottom=0)
+    axis.set_xlabel(AXES.get(picture["x"], str(picture["x"])))
+    axis.set_ylim(0, 1.1 * max((row[metric] for row in rows if metric in row), default=1))
     axis.set_title(METRICS[metric][0], fontsize=11, loc="left")
 
 
@@ -81,10 +84,13 @@ def _bars(
 ) -> None:
     """One bar for each cell; there is nothing between them that a line could show."""
     own = [row for row in rows if metric in row]
-    names = [str(row[picture["x"]]) for row in own]
-    colours = [STYLES.get(name, OTHERS[0])[0] for name in names]
-    bars = axis.bar(names, [row[metric] for row in own], 0.6, color=colours)
-    axis.bar_label(bars, fmt="{:.0f}", fontsize=8)
+    colours = [STYLES.get(str(row[picture["series"]]), OTHERS[0])[0] for row in own]
+    bars = axis.bar(_names(picture, own), [row[metric] for row in own], 0.6, color=colours)
+    axis.bar_label(
+        bars,
+        fmt=lambda value: f"{value:,.{0 if value >= 10 or value == round(value) else 2}f}",
+        fontsize=8,
+    )
     axis.set_title(METRICS[metric][0], fontsize=11, loc="left")
 
 
@@ -105,5 +111,21 @@ def _stack(
             label=METRICS[part][0],
         )
         floor = [a + b for a, b in zip(floor, heights, strict=True)]
-    labels = [f"{row[picture['series']]}\n{row[picture['x']]}" for row in rows]
-    axis.set_xticks(range(len(rows)), labels, fontsize=7)
+    axis.set_xticks(range(len(rows)), _names(picture, rows), fontsize=7)
+    axis.set_ylabel("ms")
+
+
+def _names(picture: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What stands under the bar of each cell: its series, and what else tells it apart."""
+    kinds = [
+        key
+        for key in (picture["x"], "scorer")
+        if key != picture["series"] and len({row.get(key) for row in rows}) > 1
+    ]
+    units = {"evicted": "%"}
+    return [
+        "\n".join(
+            [str(row[picture["series"]]), *(f"{row[key]}{units.get(key, '')}" for key in kinds)]
+        )
+        for row in rows
+    ]

@@ -6,6 +6,12 @@ from typing import Any
 from experiments.table_markdown import grid, value_text
 from experiments.table_spec import Unit
 
+# Header of each axis.
+AXES = {
+    "evicted": "evicted, %",
+    "rate": "requests arriving / s",
+    "group_size": "heads of a group",
+}
 # Header and format of each metric, in the order of the columns.
 METRICS = {
     "requests_s": ("requests/s", ".3g"),
@@ -24,7 +30,7 @@ METRICS = {
     "pages_reclaimed": ("pages reclaimed", ".0f"),
     "kv_mib": ("KV, MiB", ".1f"),
     "footprint_mib": ("pages of a request, MiB", ".1f"),
-    "used_percent": ("of them used, %", ".1f"),
+    "used_percent": ("pages used, %", ".1f"),
     "step_ms": ("step, ms", ".2f"),
     "prefill_s": ("all prompts, s", ".3g"),
     "same_percent": ("same tokens as the whole cache, %", ".0f"),
@@ -68,7 +74,10 @@ def render(
         parts.append(f"- **{pending} cells are not measured**; run the command again.")
     parts += [f"- **failed:** `{name}`: {reason}" for name, reason in failures.items()]
     metrics = [metric for metric in METRICS if any(metric in row for row in rows)]
-    header = [*config["axes"], *(METRICS[metric][0] for metric in metrics)]
+    header = [
+        *(AXES.get(axis, axis) for axis in config["axes"]),
+        *(METRICS[metric][0] for metric in metrics),
+    ]
     lines = [
         [
             *(value_text(row[axis]) for axis in config["axes"]),

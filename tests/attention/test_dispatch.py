@@ -13,7 +13,7 @@ from kvgrain_jax.attention import (
     make_choices,
     write_costs,
 )
-from kvgrain_jax.attention.dispatch import device_m_sat
+from kvgrain_jax.attention.dispatch import PASS_US, device_m_sat
 
 
 def occupancy(rows, group, *lengths, own=16):
@@ -102,8 +102,8 @@ def test_calibrated_rule_takes_the_smallest_predicted_time(rows, prefix, want):
     rule = make_rule("auto", costs=COSTS)
     seen = occupancy(rows, 4, prefix)
     times = {
-        "dense": COSTS.dense(rows, prefix) + COSTS.own(rows, 16),
-        "cascade": COSTS.cascade(rows, prefix) + COSTS.own(rows, 16),
+        "dense": COSTS.dense(rows, prefix) + PASS_US + COSTS.own(rows, 16),
+        "cascade": COSTS.cascade(rows, prefix) + PASS_US + COSTS.own(rows, 16),
         "paged": COSTS.own(rows, 16 + prefix),
     }
     assert min(times, key=lambda name: times[name]) == want
@@ -118,6 +118,14 @@ def test_choices_of_all_rows_at_once_are_those_of_each(rule):
     choices = make_choices(rule, seen, n_rows=300)
     assert [choices.backends[i] for i in choices.table] == each
     assert len(set(each)) > 1
+
+
+@pytest.mark.parametrize(("more", "want"), [(PASS_US - 1, "paged"), (PASS_US + 1, "dense")])
+def test_a_prefix_pass_must_save_more_than_its_launch_and_merge(more, want):
+    flat_pass = Surface((1, 8), (1, 512), ((10.0, 10.0), (10.0, 10.0)))
+    own = Surface((1, 8), (16, 528), ((5.0, 15.0 + more), (5.0, 15.0 + more)))
+    rule = make_rule("auto", costs=CostTable(flat_pass, flat_pass, own))
+    assert backend_of(rule, occupancy(8, 4, 512), 8) == want
 
 
 def test_classes_count_by_the_rows_that_share_them():

@@ -241,6 +241,6 @@ def test_greedy_tokens_of_all_systems_differ_only_at_near_ties():
         f"{np.mean(behind > 0):.2%} of the tokens are not the likeliest in float32, by at most "
         f"{behind.max():.3f}; bound {bound:.3f}, logits {np.std(exact):.2f}"
     )
-    assert behind.max() < bound
+    # Near-ties: rounding explains them, and next to how far logits lie apart they are nothing.
+    assert behind.max() < min(bound, 0.1 * float(np.std(exact)))
     assert np.mean(behind > 0) < 0.05
-    assert bound < 0.2 * float(np.std(exact))
