@@ -1,7 +1,7 @@
 """The decode loop: many decode steps in one jitted program, no host transfer inside.
 
-One step pops a COLD page for each row that needs one, chooses a backend, runs all layers, samples,
-and ends rows that are done. Pool, buffers and batch are donated and updated in place.
+One step pops a COLD page for each row that needs one, runs all layers with the backend that was chosen
+for so many rows, samples, and ends rows that are done. Pool, buffers and batch are donated and updated in place.
 """
 
 import dataclasses
@@ -128,7 +128,11 @@ def _loop(
     head = jax.tree.map(lambda x: x[:n_rows], batch)
     n_steps = jnp.minimum(n_steps, max_steps)
 
-    def cond(state):
+    def choice_of(state):
+        _, _, rows, _, _ = state
+        return choices[jnp.sum(rows.active, dtype=jnp.int32)]
+
+    def goes_on(state):
         _, pool, rows, trace, finished = state
         return (
             (trace.n_steps < n_steps)
@@ -137,29 +141,33 @@ def _loop(
             & (finished < max_finished)
         )
 
-    def body(state):
+    def one_step(backend: int, state):
         kv, pool, rows, trace, finished = state
         pool, pages = _take_pages(pool, rows, page_size)
-
-        def run(backend, kv):
-            attend = _Attend(rows, pages, plan, backend=backend, page_size=page_size)
-            return step(params, rows.tokens, rows.lengths, kv, attend)
-
-        n_active = jnp.sum(rows.active, dtype=jnp.int32)
-        choice = choices[n_active]
-        logits, kv = lax.switch(choice, [partial(run, name) for name in backends], kv)
+        attend = _Attend(rows, pages, plan, backend=backends[backend], page_size=page_size)
+        logits, kv = step(params, rows.tokens, rows.lengths, kv, attend)
         token = _next_token(logits, rows, greedy=greedy, axis=axis)
         trace = dataclasses.replace(
             trace,
             tokens=trace.tokens.at[trace.n_steps].set(jnp.where(rows.active, token, -1)),
-            backend=trace.backend.at[trace.n_steps].set(choice),
-            rows=trace.rows.at[trace.n_steps].set(n_active),
+            backend=trace.backend.at[trace.n_steps].set(backend),
+            rows=trace.rows.at[trace.n_steps].set(jnp.sum(rows.active, dtype=jnp.int32)),
             n_steps=trace.n_steps + 1,
         )
         after = advance(rows, token, pages)
         finished += jnp.sum(rows.active & ~after.active, dtype=jnp.int32)
         return kv, pool, after, trace, finished
 
+    def steps_with(backend: int, state):
+        return lax.while_loop(
+            lambda state: goes_on(state) & (choice_of(state) == backend),
+            partial(one_step, backend),
+            state,
+        )
+
+    # A loop for each backend inside one that changes between them: the host waits for the device at
+    # every condition, and so it waits once a step, not twice.
+    branches = [partial(steps_with, i) for i in range(len(backends))]
     trace = DecodeTrace(
         tokens=jnp.full((max_steps, n_rows), -1, jnp.int32),
         backend=jnp.zeros(max_steps, jnp.int32),
@@ -167,7 +175,11 @@ def _loop(
         n_steps=jnp.int32(0),
         starved=jnp.bool_(False),
     )
-    kv, pool, head, trace, _ = lax.while_loop(cond, body, (kv, pool, head, trace, jnp.int32(0)))
+    kv, pool, head, trace, _ = lax.while_loop(
+        goes_on,
+        lambda state: lax.switch(choice_of(state), branches, state),
+        (kv, pool, head, trace, jnp.int32(0)),
+    )
     starved = jnp.any(head.active) & ~_enough_pages(pool, head, page_size)
     batch = put_first(batch, head)
     return kv, pool, batch, dataclasses.replace(trace, starved=starved)
