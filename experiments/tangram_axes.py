@@ -39,7 +39,6 @@ def measure_axes(cell: Mapping[str, Any], bench: Bench) -> dict[str, Any]:
     if isinstance(engine, Engine):
         engine.warmup()
     else:
-        engine.warmup()
         shared = requests[0].shared_tokens
         engine.run([Request("warm", requests[0].prompt, 4, shared_tokens=shared)])
         for prefix in list(engine.prefixes.prefixes.values()):

@@ -73,9 +73,7 @@ class HeadDevice:
         tokens = np.zeros(next(s for s in self.config.chunk_buckets if s >= n), np.int32)
         tokens[:n] = span.tokens[row.done : row.done + n]
         floors = self.config.floors
-        self.ledger.kv, token, finite = prefill_chunk(
-            self.model.params,
-            self.ledger.kv,
+        return self._prefill(
             row.holding.table,
             self.by_group(plan.held(row.done, floors)),
             self.by_group(plan.held(row.done + n, floors)),
@@ -87,17 +85,54 @@ class HeadDevice:
                 window=jnp.int32(plan.window),
             ),
             self._row_of(row),
-            self._runs(row.prefix) if self._shares else None,
+            row.prefix,
+            selects=selects,
+            shrinks=plan.shrinks,
+        )
+
+    def compile_chunk(self, size: int, selects: bool, shrinks: bool) -> None:
+        """Compile the program of a chunk by one without a token."""
+        nothing = jnp.int32(0)
+        none_held = jnp.zeros((self.groups.n_groups, self.groups.group_size), jnp.int32)
+        self._prefill(
+            jnp.full((self.groups.n_groups, self.batch.tables.shape[-1]), -1, jnp.int32),
+            none_held,
+            none_held,
+            PromptChunk(jnp.zeros(size, jnp.int32), nothing, nothing, nothing, nothing),
+            batches.init(1, 1),
+            None,
+            selects=selects,
+            shrinks=shrinks,
+        )
+
+    def _prefill(
+        self,
+        table: Int[Array, "n_groups T"],
+        lengths: Int[Array, "n_groups G_h"],
+        targets: Int[Array, "n_groups G_h"],
+        chunk: PromptChunk,
+        row: batches.Batch,
+        prefix: SharedPrefix | None,
+        **flags: bool,
+    ) -> tuple[Int[Array, "1"], Bool[Array, ""]]:
+        self.ledger.kv, token, finite = prefill_chunk(
+            self.model.params,
+            self.ledger.kv,
+            table,
+            lengths,
+            targets,
+            chunk,
+            row,
+            self._runs(prefix) if self._shares else None,
             self._layers,
             step=self.model.step,
             groups=self.groups,
             scorer=self.config.scorer,
             page_size=self.config.page_size,
-            selects=selects,
-            shrinks=plan.shrinks,
             greedy=self.config.greedy,
             kernels=self._kernels,
             max_context=self.max_context,
+            **flags,
         )
         return token, finite
 

@@ -6,7 +6,8 @@ Tangram §4.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -176,15 +177,23 @@ class HeadEngine(Serving[HeadScheduler]):
         holdings += [talk.cache for talk in self.scheduler.conversations.values()]
         self.ledger.check_integrity([holding.table for holding in holdings if holding])
 
-    def warmup(self) -> None:
-        """Compile the decode loop of every bucket by a run that changes nothing.
-
-        Prompts are computed by programs that depend on what is to be chosen: serve one to compile
-        them.
-        """
-        for n_rows in self.config.batch_buckets:
-            rows = self.scheduler.rows[:n_rows]
-            self.device.decode(rows, n_rows=n_rows, n_steps=0, max_finished=n_rows)
+    def programs(self) -> list[tuple[str, Callable[[], object]]]:
+        """See ``Serving.programs``."""
+        device, config = self.device, self.config
+        # Chunks that keep everything, that choose, and that choose anew among earlier tokens.
+        kinds = [(False, False), (True, False)]
+        kinds += [(True, True)] if config.turns == "rebudget" else []
+        found: list[tuple[str, Callable[[], object]]] = []
+        for size in config.chunk_buckets:
+            for selects, shrinks in kinds:
+                what = "all again" if shrinks else "the best" if selects else "all"
+                compile_chunk = partial(device.compile_chunk, size, selects, shrinks)
+                found.append((f"prefill of {size} tokens, keeping {what}", compile_chunk))
+        for n in config.batch_buckets:
+            rows = self.scheduler.rows[:n]
+            decode = partial(device.decode, rows, n_rows=n, n_steps=0, max_finished=n)
+            found.append((f"decode of {n} rows", decode))
+        return found
 
     # -- the run ---------------------------------------------------------------------------------
 

@@ -192,21 +192,8 @@ class Engine(Serving[Scheduler]):
         self._leave(left)
         return events
 
-    def warmup(self, on_program: Callable[[str, int, int], None] | None = None) -> None:
-        """Compile the programs of every bucket, so that no request waits for it.
-
-        Args:
-          on_program: called before each program is compiled, with its name, how many are done, and
-            how many there are.
-        """
-        programs = self.programs()
-        for done, (name, compile_program) in enumerate(programs):
-            if on_program:
-                on_program(name, done, len(programs))
-            compile_program()
-
     def programs(self) -> list[tuple[str, Callable[[], object]]]:
-        """Name of each program and a call that compiles it by a run that changes nothing."""
+        """See ``Serving.programs``."""
 
         def bookkeeping():
             self.cache.ledger.compile()

@@ -121,7 +121,24 @@ class Serving[Scheduler: Line](abc.ABC):
         """Check that a request can be served at all; RequestError where it cannot."""
 
     @abc.abstractmethod
+    def programs(self) -> list[tuple[str, Callable[[], object]]]:
+        """Name of each program and a call that compiles it by a run that changes nothing."""
+
+    @abc.abstractmethod
     def _step(self) -> Iterable[TokenEvent]: ...
+
+    def warmup(self, on_program: Callable[[str, int, int], None] | None = None) -> None:
+        """Compile the programs of every bucket, so that no request waits for it.
+
+        Args:
+          on_program: called before each program is compiled, with its name, how many are done, and
+            how many there are.
+        """
+        programs = self.programs()
+        for done, (name, compile_program) in enumerate(programs):
+            if on_program:
+                on_program(name, done, len(programs))
+            compile_program()
 
     @property
     def has_work(self) -> bool:

@@ -150,3 +150,15 @@ def test_requests_of_any_length_share_the_programs():
     before = decode.decode_loop._cache_size(), prefill_chunk._cache_size()  # pyright: ignore
     serve(make_engine(0.3), [ask(f"r{i}", text(i, 9 + 20 * i), new=3 + i) for i in range(4)])
     assert (decode.decode_loop._cache_size(), prefill_chunk._cache_size()) == before  # pyright: ignore
+
+
+@pytest.mark.parametrize("turns", ["first_prompt_only", "rebudget"])
+def test_after_warmup_no_turn_of_a_conversation_compiles_a_program(turns):
+    engine = make_engine(0.4, turns=turns)
+    engine.warmup()
+    before = decode.decode_loop._cache_size(), prefill_chunk._cache_size()  # pyright: ignore
+    for name in ("first", "second"):
+        engine.submit(ask(name, text(3, 40), 4), conversation="talk")
+        while engine.has_work:
+            engine.step()
+    assert (decode.decode_loop._cache_size(), prefill_chunk._cache_size()) == before  # pyright: ignore
