@@ -1,20 +1,24 @@
 """Where the time of a decode step goes, with one variant: enters a unit, leaves shares.
 
-Metrics, per step, as ``experiments.profile.shares`` finds them in a profiler trace: ``attention_ms``,
-``matmul_ms``, ``other_ms``, ``collectives_ms``, ``idle_ms``, ``step_ms``; and the first, second, fourth and
-fifth as percent of the step: the paper's alpha, the matmuls, beta and gamma.
+Metrics, per step, as ``experiments.profile.per_step`` finds them in a profiler trace: ``attention_ms``,
+``matmul_ms``, ``other_ms``, ``collectives_ms``, ``idle_ms`` and ``launch_ms`` of it, ``step_ms``; the first five
+also as percent of the step: attention is the paper's alpha, collectives its beta, idle its gamma.
+``longest_wait_ms`` is the longest single gap. Series: ``waits``, the longest gaps, as
+``[kernel before, kernel after, milliseconds]``.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 from experiments import profile
-from experiments.decode_grid import Cell
+from experiments.decode_cells import Cell
+from experiments.device_trace import KINDS
 from experiments.table_spec import Unit
 from experiments.table_workloads import prefixes
 from models import LoadedModel
 
-PARTS = ("attention", "matmul", "other", "collectives", "idle")
+PARTS = (*KINDS, "idle")
+WAITS = 12
 
 
 def measure(
@@ -36,6 +40,16 @@ def measure(
         suffix_tokens=cell["suffix_tokens"],
         n_steps=config.decode_steps,
     )
-    step = found["step_ms"]
-    shares = {f"{part}_percent": 100 * found[f"{part}_ms"] / step for part in PARTS} if step else {}
-    return {"metrics": {**found, **shares}}
+    step = profile.per_step(found, config.decode_steps)
+    whole = step["step_ms"]
+    shares = (
+        {f"{part}_percent": 100 * step[f"{part}_ms"] / whole for part in PARTS} if whole else {}
+    )
+    return {
+        "metrics": {
+            **step,
+            **shares,
+            "longest_wait_ms": max((ms for *_, ms in found.waits), default=0.0),
+        },
+        "series": {"waits": found.waits[:WAITS]},
+    }

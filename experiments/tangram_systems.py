@@ -27,6 +27,7 @@ from kvgrain_jax.budgets.chunk_scores import ChunkScorer
 from kvgrain_jax.budgets.dynamic import DynamicEngine
 from kvgrain_jax.budgets.engine import HeadEngine
 from kvgrain_jax.budgets.engine_config import HeadEngineConfig
+from kvgrain_jax.budgets.gates import read_gates
 from kvgrain_jax.engine import Engine, system_config
 from kvgrain_jax.errors import ConfigError
 
@@ -40,7 +41,7 @@ class Bench:
     Attributes:
       loaded: the model.
       demands: what its heads ask for.
-      fields: of ``HeadEngineConfig``; ``scorer`` is a name.
+      fields: of ``HeadEngineConfig``; ``scorer`` is a name, ``gates`` a file of gates for it or empty.
     """
 
     loaded: models.LoadedModel
@@ -88,6 +89,8 @@ class Bench:
         fields = {**self.fields, **fields}
         fields = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
         fields["scorer"] = ChunkScorer(fields["scorer"])
+        path = fields.pop("gates")
+        gates = read_gates(path, checkpoint=self.loaded.checkpoint) if path else None
         fields["kv_dtype"] = jnp.dtype(fields["kv_dtype"])
         fields["balance"] = "even" if system in ("full", "budgets", "groups") else "budgets"
         engine = DynamicEngine if system == "dynamic" else HeadEngine
@@ -96,7 +99,7 @@ class Bench:
         except TypeError as error:
             raise ConfigError(f"config.engine: {error}.") from error
         groups = self.groups(group_size, system == "budgets")
-        return engine(self.loaded.model, self.plan(evicted), groups, config)
+        return engine(self.loaded.model, self.plan(evicted), groups, config, gates)
 
     def granikv_engine(self, *, pool_tokens: int, hot_tokens: int, max_batch: int) -> Engine:
         """The engine of GraniKV, with room for so many tokens."""

@@ -44,8 +44,8 @@ from experiments.serve import make_console
 from kvgrain_jax.budgets.gates import Gate, gate_scores, init_gate, train_step
 from kvgrain_jax.budgets.profile import check_retention
 from kvgrain_jax.budgets.scores import global_top_k_mask
+from kvgrain_jax.engine.model import HiddenAttend
 from kvgrain_jax.errors import ConfigError
-from models.decoder import Attention, bind
 
 FIELDS = (
     *("model", "dtype", "domains", "tasks", "context_tokens", "samples", "test_samples", "epochs"),
@@ -119,31 +119,25 @@ def train_gate(
     return rows
 
 
-class _RecordingAttention(Attention):
-    """Attention that tells what it is given."""
-
-    def __init__(self, attention: Attention, record: Callable[[Array], None]) -> None:
-        self.attention = attention
-        self.record = record
-
-    def __call__(
-        self, x: Float[Array, "T d_model"], rotation: Any, cache: Any, attend: Any, layer: int
-    ) -> tuple[Float[Array, "T d_model"], Any]:
-        self.record(x)
-        return self.attention(x, rotation, cache, attend, layer)
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def hidden_states(
-    config: models.ModelConfig, params: Any, tokens: Int[Array, "T"]
+    step: Callable[..., Any], params: Any, tokens: Int[Array, "T"]
 ) -> Float[Array, "L T d_model"]:
-    """What the attention of each layer is given: the residual stream after its norm."""
-    decoder = bind(config, params)
+    """What the attention of each layer is given: the residual stream after its norm.
+
+    Args:
+      step: of a model, see ``kvgrain_jax.engine.Model``.
+      params: its weights.
+      tokens: token ids.
+    """
     found: list[Array] = []
-    for layer in decoder.layers:
-        layer.attention = _RecordingAttention(layer.attention, found.append)
+
+    def attend(cache, layer, q, k, v, hidden):
+        found.append(hidden)
+        return models.plain_attend(cache, layer, q, k, v)
+
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    decoder(tokens, positions, None, models.plain_attend, jnp.zeros(1, jnp.int32))
+    step(params, tokens, positions, None, HiddenAttend(attend), rows=jnp.zeros(1, jnp.int32))
     return jnp.stack(found)
 
 
@@ -180,7 +174,7 @@ def _examples(
             )
             context, scores = score_sample(loaded, sample, "kvzip", config["seed"])
             tokens = jnp.asarray(sample.context, jnp.int32)
-            hidden = hidden_states(loaded.config, loaded.model.params, tokens)
+            hidden = hidden_states(loaded.model.step, loaded.model.params, tokens)
             yield Example(context, hidden, scores)
 
 

@@ -27,7 +27,7 @@ from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from kvgrain_jax import sharding
-from kvgrain_jax.engine.model import Model
+from kvgrain_jax.engine.model import HiddenAttend, Model
 from models.config import ModelConfig, RopeScaling
 from models.tensor_parallel import parallel_config, params_spec
 from pallas_kernels import add_rms_norm
@@ -100,7 +100,8 @@ class Attention(nnx.Module):
             k, v = qkv[:, :, -2], qkv[:, :, -1]
             if self.query_norm is not None and self.key_norm is not None:
                 q, k = self.query_norm(q), self.key_norm(k)
-            out, cache = attend(cache, layer, rotate(q, *rotation), rotate(k, *rotation), v)
+            seen = (x,) if isinstance(attend, HiddenAttend) else ()
+            out, cache = attend(cache, layer, rotate(q, *rotation), rotate(k, *rotation), v, *seen)
         return _sum_ranks(self.output(out.reshape(tokens, -1)), self.axis), cache
 
 

@@ -60,6 +60,7 @@ def serving(name: str, variant: str, title: str, *variants: str) -> Config:
         {
             "page_size": 16,
             "scorer": "snapkv",
+            "gates": "",
             "max_context": MAX_CONTEXT,
             "max_batch": 16,
             "batch_buckets": (16,),

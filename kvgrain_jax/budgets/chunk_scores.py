@@ -1,8 +1,8 @@
 """Scores inside chunked prefill: enter the queries and keys of a chunk, leave scores of candidates.
 
 Candidates are the survivors of earlier chunks and the tokens of this one. Two kinds of scorers:
-those that judge a token by itself (``key_norm``, ``random``) do so once, when it arrives, and its
-score is stored beside it; those that judge by queries (``snapkv``, ``expected_attention``) judge
+those that judge a token by itself (``key_norm``, ``random``, learned ``gates``) do so once, when it
+arrives, and its score is stored beside it; those that judge by queries (``snapkv``, ``expected_attention``) judge
 all candidates anew with the last queries of each chunk, so that the last chunk, whose queries are
 the end of the prompt, decides. ``kvzip`` reads the whole context twice and cannot run here.
 """
@@ -15,9 +15,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvgrain_jax.budgets import scores
+from kvgrain_jax.budgets.gates import Gate, gate_scores
+from kvgrain_jax.engine.model import Model, hidden_size
 from kvgrain_jax.errors import ConfigError
 
-CHUNK_SCORERS = ("snapkv", "expected_attention", "key_norm", "random")
+CHUNK_SCORERS = ("snapkv", "expected_attention", "key_norm", "random", "gates")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +27,7 @@ class ChunkScorer:
     """How candidates are scored while a prompt is computed chunk by chunk.
 
     Attributes:
-      name: one of ``CHUNK_SCORERS``.
+      name: one of ``CHUNK_SCORERS``. For ``gates`` the engine is given their weights.
       queries: last queries of a chunk that ``snapkv`` and ``expected_attention`` look at.
       neighbours: odd number of neighbouring positions that ``snapkv`` averages over.
       seed: of ``random``.
@@ -56,9 +58,26 @@ class ChunkScorer:
         return self.name in ("snapkv", "expected_attention")
 
     def on_arrival(
-        self, layer: int, k: Float[Array, "T K D"], positions: Int[Array, "T"]
+        self,
+        layer: int,
+        k: Float[Array, "T K D"],
+        positions: Int[Array, "T"],
+        gate: Gate | None = None,
+        hidden: Float[Array, "T d_model"] | None = None,
     ) -> Float[Array, "K T"]:
-        """Scores of tokens by themselves; 0 where only queries can tell, ``-inf`` for padding."""
+        """Scores of tokens by themselves; 0 where only queries can tell, ``-inf`` for padding.
+
+        Args:
+          layer: for the random numbers.
+          k: keys.
+          positions: -1 for padding.
+          gate: gates of the layer, for ``gates``.
+          hidden: what the layer's keys were made from, for ``gates``.
+        """
+        if self.name == "gates":
+            assert gate is not None
+            assert hidden is not None
+            return gate_scores(gate, hidden, k_positions=positions)
         if self.name == "key_norm":
             return scores.key_norm(k, k_positions=positions)
         if self.name == "random":
@@ -107,6 +126,32 @@ class ChunkScorer:
         if self.name == "snapkv":
             found = _mean_of_neighbours(found, positions, self.neighbours, max_context)
         return found
+
+
+def check_gates(gates: Gate | None, model: Model, scorer: ChunkScorer) -> None:
+    """Check that a scorer has the gates that it needs.
+
+    Raises:
+      ConfigError: it has none, or has no use for them, or they are of another model's sizes.
+    """
+    if (scorer.name == "gates") != (gates is not None):
+        raise ConfigError(
+            f"The scorer is {scorer.name!r} and {'no gates are' if gates is None else 'gates are'} "
+            "given; gates belong to the scorer 'gates' (experiments.train_gate makes them)."
+        )
+    if gates is None:
+        return
+    asked = (model.n_layers, model.n_kv_heads, model.n_heads // model.n_kv_heads)
+    if (found := gates.query.shape[:-2]) != asked:
+        raise ConfigError(
+            f"The gates are of {found} layers, KV heads and queries of each, the model has {asked}; "
+            "train them on this model."
+        )
+    if (width := gates.query.shape[-1]) != (wanted := hidden_size(model)):
+        raise ConfigError(
+            f"The gates take hidden states of {width} numbers, the model's have {wanted}; train "
+            "them on this model."
+        )
 
 
 def _mean_of_neighbours(

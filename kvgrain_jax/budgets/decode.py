@@ -17,13 +17,16 @@ from jaxtyping import Array, Int
 
 from kvgrain_jax.budgets import pool
 from kvgrain_jax.budgets.chunk_scores import ChunkScorer
+from kvgrain_jax.budgets.gates import Gate
 from kvgrain_jax.budgets.groups import HeadGroups
 from kvgrain_jax.budgets.partition import SplitTable
 from kvgrain_jax.budgets.pool import HeadKV
+from kvgrain_jax.budgets.ragged import of_layer
 from kvgrain_jax.budgets.shared import SharedRows, attend_shared
 from kvgrain_jax.engine import batch as batches
 from kvgrain_jax.engine.batch import Batch
 from kvgrain_jax.engine.decode_loop import advance
+from kvgrain_jax.engine.model import HiddenAttend
 from kvgrain_jax.engine.sampling import greedy_sample, sample
 from pallas_kernels.head_group_decode import DecodeWork, head_group_decode, layer_work
 
@@ -103,6 +106,7 @@ def decode_loop(
     works: Sequence[DecodeWork] | None = None,
     shared: SharedRows | None = None,
     layers: Sequence[Int[Array, ""]] | None = None,
+    gates: Gate | None = None,
     *,
     step,
     n_rows: int,
@@ -124,6 +128,7 @@ def decode_loop(
         ``layer_works``; None cuts none.
       shared: prefixes that the rows share; None where no request may.
       layers: the numbers of the layers as data, see ``prefill.prefill_chunk``.
+      gates: of all layers, for the scorer ``gates``.
       step: the model, see ``engine.model.Model.step``.
       n_rows: rows in front of the batch to compute (a bucket).
       max_steps: capacity of the trace.
@@ -147,7 +152,7 @@ def decode_loop(
         kv, head, trace, finished = state
         rows = head.rows
         attend = _attend(
-            head, works, shared, layers, groups=groups, scorer=scorer, page_size=page_size
+            head, works, shared, layers, gates, groups=groups, scorer=scorer, page_size=page_size
         )
         logits, kv = step(params, rows.tokens, rows.lengths, kv, attend)
         token = (greedy_sample if greedy else sample)(
@@ -208,6 +213,7 @@ def _attend(
     works: Sequence[DecodeWork] | None,
     shared: SharedRows | None,
     layers: Sequence[Int[Array, ""]] | None,
+    gates: Gate | None,
     *,
     groups: HeadGroups,
     scorer: ChunkScorer,
@@ -219,7 +225,7 @@ def _attend(
     lengths = jnp.where(active[:, None, None], head.lengths + 1, 0)
     group_of, place_of = jnp.asarray(groups.group_of), jnp.asarray(groups.place_of)
 
-    def attend(kv: HeadKV, layer: int, q, k, v):
+    def attend(kv: HeadKV, layer: int, q, k, v, hidden=None):
         number = layer if layers is None else layers[layer]
         group, place = group_of[number], place_of[number]
         n_rows, n_heads, head_dim = k.shape
@@ -235,7 +241,7 @@ def _attend(
             jnp.where(active[:, None], row, kv.scores.size).reshape(-1),
             k.reshape(-1, head_dim),
             v.reshape(-1, head_dim),
-            scorer.on_arrival(layer, k, positions).T.reshape(-1),
+            scorer.on_arrival(layer, k, positions, of_layer(gates, number), hidden).T.reshape(-1),
             jnp.broadcast_to(positions[:, None], (n_rows, n_heads)).reshape(-1),
         )
         out, _ = head_group_decode(
@@ -253,4 +259,4 @@ def _attend(
         )
         return out, kv
 
-    return attend
+    return attend if gates is None else HiddenAttend(attend)

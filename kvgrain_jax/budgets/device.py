@@ -13,6 +13,7 @@ from kvgrain_jax.budgets import decode, ragged
 from kvgrain_jax.budgets.admission import Sequence
 from kvgrain_jax.budgets.budget import BudgetPlan
 from kvgrain_jax.budgets.engine_config import HeadEngineConfig
+from kvgrain_jax.budgets.gates import Gate
 from kvgrain_jax.budgets.groups import HeadGroups
 from kvgrain_jax.budgets.ledger import HeadLedger
 from kvgrain_jax.budgets.prefill import PromptChunk, prefill_chunk
@@ -37,6 +38,7 @@ class HeadDevice:
       groups: the head groups.
       config: sizes and options.
       max_context: tokens of one request.
+      gates: weights of the scorer ``gates``.
 
     Attributes:
       ledger: the pool.
@@ -50,7 +52,9 @@ class HeadDevice:
         groups: HeadGroups,
         config: HeadEngineConfig,
         max_context: int,
+        gates: Gate | None = None,
     ):
+        self._gates = gates
         self.model, self.groups, self.config = model, groups, config
         self.max_context = max_context
         width = -(-max_context // config.page_size)
@@ -125,6 +129,7 @@ class HeadDevice:
             row,
             self._runs(prefix) if self._shares else None,
             self._layers,
+            self._gates,
             step=self.model.step,
             groups=self.groups,
             scorer=self.config.scorer,
@@ -172,6 +177,7 @@ class HeadDevice:
             self._works[n_rows],
             self._share_rows(rows[:n_rows]) if self._shares else None,
             self._layers,
+            self._gates,
             step=self.model.step,
             n_rows=n_rows,
             max_steps=self.config.decode_steps,

@@ -21,6 +21,7 @@ from kvgrain_jax.budgets.admission import Holding, Sequence
 from kvgrain_jax.budgets.budget import BudgetPlan
 from kvgrain_jax.budgets.engine import HeadEngine
 from kvgrain_jax.budgets.engine_config import HeadEngineConfig
+from kvgrain_jax.budgets.gates import Gate
 from kvgrain_jax.budgets.groups import HeadGroups, group_pages
 from kvgrain_jax.budgets.pool import HeadKV
 from kvgrain_jax.budgets.turns import SpanPlan
@@ -69,9 +70,14 @@ class DynamicEngine(HeadEngine):
     """
 
     def __init__(
-        self, model: Model, plan: BudgetPlan, groups: HeadGroups, config: HeadEngineConfig
+        self,
+        model: Model,
+        plan: BudgetPlan,
+        groups: HeadGroups,
+        config: HeadEngineConfig,
+        gates: Gate | None = None,
     ):
-        super().__init__(model, plan, groups, config)
+        super().__init__(model, plan, groups, config, gates)
         self.times = ReclaimTimes()
         self.kept: dict[str, Int[np.ndarray, "L K"]] = {}
 

@@ -14,8 +14,10 @@ import numpy as np
 
 from kvgrain_jax.budgets.admission import Conversation, HeadScheduler, Sequence
 from kvgrain_jax.budgets.budget import BudgetPlan
+from kvgrain_jax.budgets.chunk_scores import check_gates
 from kvgrain_jax.budgets.device import HeadDevice
 from kvgrain_jax.budgets.engine_config import HeadEngineConfig
+from kvgrain_jax.budgets.gates import Gate
 from kvgrain_jax.budgets.groups import Footprint, HeadGroups
 from kvgrain_jax.budgets.ledger import HeadLedger
 from kvgrain_jax.budgets.prefix_store import PrefixStore
@@ -36,6 +38,7 @@ class HeadEngine(Serving[HeadScheduler]):
       plan: tokens that each head keeps of a prompt.
       groups: which heads share a page table.
       config: pool, batch, scorer, policy.
+      gates: of all layers, where the scorer is ``gates``, see ``gates.read_gates``.
 
     Attributes:
       model, plan, groups, config: as given.
@@ -49,7 +52,12 @@ class HeadEngine(Serving[HeadScheduler]):
     """
 
     def __init__(
-        self, model: Model, plan: BudgetPlan, groups: HeadGroups, config: HeadEngineConfig
+        self,
+        model: Model,
+        plan: BudgetPlan,
+        groups: HeadGroups,
+        config: HeadEngineConfig,
+        gates: Gate | None = None,
     ):
         heads = (model.n_layers, model.n_kv_heads)
         for name, shape in (
@@ -63,7 +71,8 @@ class HeadEngine(Serving[HeadScheduler]):
                 )
         self.model, self.plan, self.groups, self.config = model, plan, groups, config
         self.max_context = min(config.max_context or model.max_context, model.max_context)
-        self.device = HeadDevice(model, plan, groups, config, self.max_context)
+        check_gates(gates, model, config.scorer)
+        self.device = HeadDevice(model, plan, groups, config, self.max_context, gates)
         self.prefixes = PrefixStore(self.ledger)
         bytes_per_token = (
             2 * plan.demands.size * model.head_dim * jnp.dtype(config.kv_dtype).itemsize

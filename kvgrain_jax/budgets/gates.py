@@ -11,9 +11,11 @@ Trained by plain gradient descent to give the scores of ``kvzip``. Source: Fast 
 """
 
 import dataclasses
+from os import PathLike
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvgrain_jax.errors import ConfigError
@@ -107,6 +109,33 @@ def train_step(
     """
     losses, slopes = jax.vmap(jax.value_and_grad(gate_loss))(gates, hidden, target)
     return jax.tree.map(lambda weight, slope: weight - rate * slope, gates, slopes), losses
+
+
+def read_gates(path: str | PathLike[str], *, checkpoint: str) -> Gate:
+    """Gates of all layers from a file of ``experiments.train_gate``.
+
+    Args:
+      path: the file.
+      checkpoint: identity of the model that is to use them.
+
+    Raises:
+      ConfigError: there is no such file, it holds no gates, or those of another checkpoint.
+    """
+    names = [field.name for field in dataclasses.fields(Gate)]
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            made_for = str(file["checkpoint"])
+            weights = {name: jnp.asarray(file[name], jnp.float32) for name in names}
+    except (OSError, KeyError, ValueError) as error:
+        raise ConfigError(
+            f"No gates can be read from {str(path)!r} ({error}); experiments.train_gate writes them."
+        ) from error
+    if made_for != checkpoint:
+        raise ConfigError(
+            f"The gates in {path} were trained on {made_for}, the model is {checkpoint}; train them "
+            "on this model."
+        )
+    return Gate(**weights)
 
 
 def _openness(gate: Gate, hidden: Float[Array, "T d_model"]) -> Float[Array, "K T"]:

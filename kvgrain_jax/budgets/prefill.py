@@ -17,10 +17,13 @@ from jaxtyping import Array, Bool, Int
 from kvgrain_jax.attention.plan import KernelShape
 from kvgrain_jax.budgets import compress, pool, ragged
 from kvgrain_jax.budgets.chunk_scores import ChunkScorer
+from kvgrain_jax.budgets.gates import Gate
 from kvgrain_jax.budgets.groups import HeadGroups
 from kvgrain_jax.budgets.pool import HeadKV
+from kvgrain_jax.budgets.ragged import of_layer
 from kvgrain_jax.budgets.shared import HeadRuns
 from kvgrain_jax.engine.batch import Batch
+from kvgrain_jax.engine.model import HiddenAttend
 from kvgrain_jax.engine.sampling import greedy_sample, sample
 from pallas_kernels import merge_row_partials
 
@@ -70,6 +73,7 @@ def prefill_chunk(
     row: Batch,
     prefix: HeadRuns | None = None,
     layers: Sequence[Int[Array, ""]] | None = None,
+    gates: Gate | None = None,
     *,
     step,
     groups: HeadGroups,
@@ -95,6 +99,7 @@ def prefill_chunk(
         share one.
       layers: the numbers of the layers. As data they let the compiler make one kernel for all
         layers; without them each layer gets its own.
+      gates: of all layers, for the scorer ``gates``.
       step: the model, see ``engine.model.Model.step``.
       groups: the head groups.
       scorer: scores of the tokens.
@@ -138,7 +143,7 @@ def prefill_chunk(
     if prefix is not None:
         shared = run_work(prefix.starts, prefix.lengths, n_rows_of_pool, max_context)
 
-    def attend(state, layer, q, k, v):
+    def attend(state, layer, q, k, v, hidden=None):
         kv, finite = state
         number = layer if layers is None else layers[layer]
         group, place = group_of[number], place_of[number]
@@ -162,15 +167,15 @@ def prefill_chunk(
             return ragged.attend_runs(q, keys, values, work, n_kv_heads=n_kv_heads, **options)
 
         parts = [
-            attend_to(old_k, old_v, ragged.of_layer(earlier, number)),
+            attend_to(old_k, old_v, of_layer(earlier, number)),
             attend_to(k.swapaxes(0, 1), v.swapaxes(0, 1), own_work, causal=True),
         ]
         if shared is not None:
-            parts.append(attend_to(kv.k, kv.v, ragged.of_layer(shared, number)))
+            parts.append(attend_to(kv.k, kv.v, of_layer(shared, number)))
         out, _ = merge_row_partials(parts, n_heads=q.shape[1], out_dtype=q.dtype)
         # The survivors are written over only when they have been read: else XLA copies the pool.
         out, old_k, old_v, kv = lax.optimization_barrier((out, old_k, old_v, kv))
-        new_scores = scorer.on_arrival(layer, k, positions)
+        new_scores = scorer.on_arrival(layer, k, positions, of_layer(gates, number), hidden)
         kept_old, kept_new = live, jnp.broadcast_to((positions >= 0)[None, :], new_scores.shape)
         if selects:
             scores, at = candidates(q, k, v, kv, old_k, old_v, places, live, new_scores)
@@ -204,7 +209,7 @@ def prefill_chunk(
         chunk.tokens,
         jnp.maximum(positions, 0),
         (kv, jnp.bool_(True)),
-        attend,
+        attend if gates is None else HiddenAttend(attend),
         rows=chunk.n_tokens[None] - 1,
     )
     draw = greedy_sample if greedy else sample

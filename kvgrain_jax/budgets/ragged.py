@@ -132,9 +132,11 @@ def run_work(
     )
 
 
-def of_layer(works: SegmentWork, layer: int | Int[Array, ""]) -> SegmentWork:
-    """The work of one layer."""
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, axis=0, keepdims=False), works)
+def of_layer[Tree](layers: Tree, layer: int | Int[Array, ""]) -> Tree:
+    """The part of one layer of arrays that have an axis of layers in front: of work, of gates."""
+    return jax.tree.map(
+        lambda x: lax.dynamic_index_in_dim(x, layer, axis=0, keepdims=False), layers
+    )
 
 
 def own_work(n_kv_heads: int, n_tokens: int, *, kernels: KernelShape | None) -> SegmentWork:

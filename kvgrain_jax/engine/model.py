@@ -2,11 +2,28 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from kvgrain_jax.sharding import TP
+
+
+@dataclasses.dataclass(frozen=True)
+class HiddenAttend:
+    """An ``attend`` that is given hidden states too, see ``Model.step``.
+
+    Attributes:
+      attend: ``attend(cache, layer, q, k, v, hidden) -> (out, cache)``.
+    """
+
+    attend: Callable[..., Any]
+
+    def __call__(self, cache, layer: int, q, k, v, hidden):
+        return self.attend(cache, layer, q, k, v, hidden)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +39,9 @@ class Model:
         in the dtype of ``q``. Where ``attend`` has a method ``projected``, a model may call
         ``out, cache = attend.projected(cache, layer, qkv, cos, sin)`` instead, ``qkv``
         ``[T, K, G + 2, D]`` before half-rotation position encoding, which is then done by the kernel
-        that writes the keys. ``logits`` are float32 ``[T, V]``, or ``[R, V]`` for the tokens
+        that writes the keys. Where it is a ``HiddenAttend``, the model must call
+        ``out, cache = attend(cache, layer, q, k, v, hidden)``, ``hidden`` ``[T, d_model]`` being what
+        the layer projects to ``q``, ``k`` and ``v``. ``logits`` are float32 ``[T, V]``, or ``[R, V]`` for the tokens
         ``rows`` (int32 ``[R]``) names.
       params: pytree of the weights.
       n_layers: ``L``.
@@ -53,3 +72,17 @@ class Model:
     def axis(self) -> str | None:
         """Mesh axis of the ranks; None without a mesh."""
         return None if self.mesh is None else TP
+
+
+def hidden_size(model: Model) -> int:
+    """``d_model``: numbers of a token's hidden state, found by tracing the model."""
+    sizes: list[int] = []
+
+    def attend(cache, layer, q, k, v, hidden):
+        sizes.append(hidden.shape[-1])
+        return q, cache
+
+    token = jax.ShapeDtypeStruct((1,), jnp.int32)
+    trace = partial(model.step, cache=None, attend=HiddenAttend(attend))
+    jax.eval_shape(trace, model.params, token, token)
+    return sizes[0]

@@ -18,6 +18,7 @@ from kvgrain_jax.attention import (
     make_choices,
     make_plan,
 )
+from kvgrain_jax.engine.metrics import RequestMetrics
 from kvgrain_jax.engine.request import Request
 from kvgrain_jax.prefix import PrefixCache, Reservation
 
@@ -61,6 +62,20 @@ class Row:
         """Tokens whose KV are written: all but the last generated one, which was never fed."""
         return np.concatenate([self.prompt, np.asarray(self.tokens[:-1], np.int32)])
 
+    def metrics(self, finish: float) -> RequestMetrics:
+        """What was measured of the request, which ended ``finish`` seconds into the run."""
+        assert self.finish_reason is not None, self.request.id
+        return RequestMetrics(
+            id=self.request.id,
+            arrival=self.request.arrival,
+            first_token=self.first_token,
+            finish=finish,
+            prompt_tokens=self.prompt.size,
+            cached_tokens=self.reservation.cached,
+            tokens=tuple(self.tokens),
+            reason=self.finish_reason,
+        )
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BatchPlan:
@@ -81,6 +96,11 @@ class BatchPlan:
     read_once: int
     read_by_row: np.ndarray
     prefix_of_row: np.ndarray
+
+    @property
+    def n_rows(self) -> int:
+        """``B``, rows in front of the batch that it is made for."""
+        return len(self.prefix_of_row)
 
     def prefix_tokens_read(self, backend: str, active: np.ndarray) -> int:
         """Prefix tokens whose KV one step reads, ``active`` (bool ``[B]``) being its rows."""

@@ -70,6 +70,17 @@ class Scheduler(Line[Request, Row]):
         """Rows that decode."""
         return sum(row.decoding for row in self.running)
 
+    def row(self, index: int) -> Row:
+        """The request in a row that is in use.
+
+        Raises:
+          KVGrainError: the row is empty.
+        """
+        row = self.rows[index]
+        if row is None:
+            raise KVGrainError(f"Row {index} of the batch is empty.")
+        return row
+
     def submit(self, request: Request) -> None:
         """Put a request at the end of the line.
 
@@ -133,7 +144,7 @@ class Scheduler(Line[Request, Row]):
         Returns:
           ``(row, moved)``: the row, and whether its page table changed.
         """
-        row = self._row(part.row)
+        row = self.row(part.row)
         row.computed += part.n_tokens
         moved = False
         if part.completes:
@@ -162,19 +173,13 @@ class Scheduler(Line[Request, Row]):
 
     def leave(self, index: int, pages: np.ndarray) -> None:
         """Free a row and what its request held; ``pages``: the page table of the row."""
-        row = self._row(index)
+        row = self.row(index)
         if row.decoding:
             self.cache.finish(row.reservation, row.kv_tokens, pages)
         else:
             self.cache.cancel(row.reservation)
         self.rows[index] = None
         self._ids.remove(row.request.id)
-
-    def _row(self, index: int) -> Row:
-        row = self.rows[index]
-        if row is None:
-            raise KVGrainError(f"Row {index} of the batch is empty.")
-        return row
 
     def _reserve(self, request: Request) -> Reservation | None:
         reserve = functools.partial(

@@ -13,6 +13,7 @@ from kvgrain_jax.budgets import BudgetPlan, HeadGroups, make_groups
 from kvgrain_jax.budgets.chunk_scores import ChunkScorer
 from kvgrain_jax.budgets.engine import HeadEngine
 from kvgrain_jax.budgets.engine_config import HeadEngineConfig
+from kvgrain_jax.budgets.gates import Gate
 from models import ModelConfig, as_model, plain_attend, random_params
 
 CONFIG = ModelConfig(
@@ -51,6 +52,7 @@ def make_engine(
     demands: np.ndarray = DEMANDS,
     engine: type[HeadEngine] = HeadEngine,
     model=MODEL,
+    gates: Gate | None = None,
     **options,
 ) -> HeadEngine:
     shape: dict[str, Any] = {
@@ -63,7 +65,8 @@ def make_engine(
         "decode_steps": 4,
     }
     config = HeadEngineConfig(**(shape | options))
-    return engine(model, budgets(retention, demands), groups_of(group_size, scope), config)
+    groups = groups_of(group_size, scope)
+    return engine(model, budgets(retention, demands), groups, config, gates)
 
 
 def occupy(engine: HeadEngine, free: int) -> None:

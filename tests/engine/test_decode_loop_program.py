@@ -32,13 +32,13 @@ def serve_two(engine):
 
 def arguments(engine, n_rows=4, n_steps=4):
     """What the engine passes to the loop."""
-    ledger = engine.cache.ledger
-    plan = engine._make_plan(n_rows)
+    device, ledger = engine.device, engine.cache.ledger
+    plan = device.plan(engine.scheduler.rows[:n_rows])
     args = (
-        engine._params,
+        device.params,
         ledger.kv,
         ledger.pools.cold,
-        engine._batch,
+        device.batch,
         plan.device,
         jnp.asarray(plan.choices.table),
         jnp.int32(n_steps),

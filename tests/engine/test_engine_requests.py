@@ -52,7 +52,7 @@ def engine():
 
 def state(engine):
     """What a refused call must leave as it was."""
-    device = (engine.cache.ledger.pools, engine._batch)
+    device = (engine.cache.ledger.pools, engine.device.batch)
     return (
         [np.array(leaf).tolist() for leaf in jax.tree.leaves(device)],
         engine.cache.index.size(),

@@ -127,7 +127,7 @@ def step_rows():
 
 def step_logits(engine, backend):
     """Logits of the next decode step by a backend; the operations and implementations it took."""
-    ledger, page_size = engine.cache.ledger, engine.cache.geometry.page_size
+    device, ledger, page_size = engine.device, engine.cache.ledger, engine.cache.geometry.page_size
 
     @jax.jit
     def run(params, kv, pool, rows, plan):
@@ -135,9 +135,9 @@ def step_logits(engine, backend):
         attend = _Attend(rows, pages, plan, backend=backend, page_size=page_size)
         return engine.model.step(params, rows.tokens, rows.lengths, kv, attend)[0]
 
-    plan = engine._make_plan(engine.config.max_batch).device
+    plan = device.plan(engine.scheduler.rows).device
     with recorded() as taken:
-        logits = run(engine._params, ledger.kv, ledger.pools.cold, engine._batch, plan)
+        logits = run(device.params, ledger.kv, ledger.pools.cold, device.batch, plan)
     return np.asarray(logits), dict(taken)
 
 
@@ -207,7 +207,7 @@ def generate(model, requests, system, options):
     )
     engine = Engine(model, config)
     metrics = engine.run(requests)
-    assert {step.backend for step in metrics.steps} == {engine._rule.backends[0]}
+    assert {step.backend for step in metrics.steps} == {engine.device.rule.backends[0]}
     return {request.id: request.tokens for request in metrics.requests}
 
 

@@ -1,11 +1,12 @@
-"""Decode grid, dispatch fit and profile: what their results say, on the tiny model."""
+"""Decode grid, dispatch fit and device traces: what their results say, on the tiny model."""
 
 import importlib
 import json
 
 import pytest
 
-from experiments import decode_grid, dispatch_fit, profile
+from experiments import decode_grid, device_trace, dispatch_fit
+from experiments.decode_cells import Cell
 from experiments.kernel_timing import Ceilings
 from kvgrain_jax import ConfigError
 from kvgrain_jax.attention import load_costs, write_costs
@@ -70,7 +71,7 @@ def test_roofline_adds_weights_prefix_and_own_tokens():
     # One FLOP a second and endless bandwidth: milliseconds are thousands of FLOPs.
     found = decode_grid.roofline(
         model,
-        decode_grid.Cell((10,), 3),
+        Cell((10,), 3),
         Ceilings(1.0, float("inf"), float("inf")),
         own_tokens=5,
     )
@@ -109,8 +110,8 @@ def test_threshold_is_where_dense_is_never_slower_from_there_on():
 
 def test_times_of_a_profile_add_up_to_the_span():
     names = ["nvjet_tst_128x128", "split_kv_decode_triton", "ncclDevKernel_AllReduce", "fusion_3"]
-    events = [profile.Event(0, name, 10e6 * i, 10e6 * i + 4e6) for i, name in enumerate(names)]
-    found = profile.add_up([*events, profile.Event(0, "fusion_4", 31e6, 36e6)])
+    events = [device_trace.Event(0, name, 10e6 * i, 10e6 * i + 4e6) for i, name in enumerate(names)]
+    found = device_trace.add_up([*events, device_trace.Event(0, "fusion_4", 31e6, 36e6)])
     assert found.kinds == pytest.approx(
         {"matmul": 4, "attention": 4, "collectives": 4, "other": 6}  # the last two overlap
     )
@@ -119,12 +120,32 @@ def test_times_of_a_profile_add_up_to_the_span():
     assert found.waits[0] == ("nvjet_tst_128x128", "split_kv_decode_triton", pytest.approx(6))
 
 
+def test_waits_between_the_same_kernels_are_added_up_and_launches_are_none():
+    events, time = [], 0.0
+    for name, microseconds in (
+        ("gemm", 0),
+        ("copy", 600),
+        ("gemm", 500),
+        ("copy", 2),
+        ("gemm", 700),
+    ):
+        time += microseconds * 1e3
+        events += [device_trace.Event(device, name, time, time + 1e6) for device in (0, 1)]
+        time += 1e6
+    found = device_trace.add_up(events)
+    assert list(found.waits_between.items()) == [
+        (("copy", "gemm"), (2, pytest.approx(1.2))),
+        (("gemm", "copy"), (1, pytest.approx(0.6))),
+    ]
+    assert found.launch == pytest.approx(0.002)
+
+
 def test_only_what_lies_inside_the_loop_counts():
     events = [
-        profile.Event(0, "MemcpyH2D", 0, 1),
-        profile.Event(0, "nvjet", 5, 6),
-        profile.Event(0, "fusion", 7, 8),
-        profile.Event(0, "nvjet", 9, 10),
-        profile.Event(0, "MemcpyD2H", 20, 21),
+        device_trace.Event(0, "MemcpyH2D", 0, 1),
+        device_trace.Event(0, "nvjet", 5, 6),
+        device_trace.Event(0, "fusion", 7, 8),
+        device_trace.Event(0, "nvjet", 9, 10),
+        device_trace.Event(0, "MemcpyD2H", 20, 21),
     ]
-    assert profile.inside_loop(events) == events[1:4]
+    assert device_trace.inside_loop(events) == events[1:4]

@@ -17,6 +17,7 @@ from experiments.head_profile import head_profile, kept_by_all
 from experiments.head_stability import read_published, stability
 from experiments.train_gate import hidden_states, train_gate
 from kvgrain_jax.budgets import HeadProfile, check_profile, load_profile
+from kvgrain_jax.budgets.gates import read_gates
 from kvgrain_jax.errors import ConfigError
 
 TINY = {"model": "random:tiny", "tasks": ("multi_needle", "perplexity"), "context_tokens": 256}
@@ -153,16 +154,15 @@ def test_gates_learn_and_are_compared(tmp_path):
     assert [row["scorer"] for row in rows][:2] == ["gate", "snapkv"]
     assert rows[0]["losses"][-1] < rows[0]["losses"][0]
     assert all(0 <= row["overlap"] <= 1 for row in rows)
-    with np.load(tmp_path / "gates.npz") as file:
-        assert file["query"].shape == (2, 2, 3, 4, 64)  # L, K, G, rank, d_model
-        assert str(file["checkpoint"]) == load_tiny_text_model().checkpoint
+    gates = read_gates(tmp_path / "gates.npz", checkpoint=load_tiny_text_model().checkpoint)
+    assert gates.query.shape == (2, 2, 3, 4, 64)  # L, K, G, rank, d_model
     assert (tmp_path / "train_gate.png").stat().st_size > 10_000
 
 
 def test_hidden_states_are_what_the_first_attention_is_given():
     loaded = load_tiny_text_model()
     tokens = jnp.array([3, 1, 2], jnp.int32)
-    found = hidden_states(loaded.config, loaded.model.params, tokens)
+    found = hidden_states(loaded.model.step, loaded.model.params, tokens)
     assert found.shape == (2, 3, 64)
     embedded = np.asarray(loaded.model.params["embedding"])[np.asarray(tokens)]
     norm = embedded / np.sqrt((embedded**2).mean(axis=-1, keepdims=True) + loaded.config.eps)

@@ -305,6 +305,21 @@ def test_the_layouts_differ_in_bytes_by_the_number_of_rows(results):
 
 
 @pytest.mark.slow
+def test_a_profile_keeps_its_longest_waits_and_between_which_operations_they_were(results):
+    _, result, _, folder = results("amdahl")
+    for cell in (folder / "cells").glob("*.json"):
+        kept = json.loads(cell.read_text())
+        longest = [milliseconds for _, _, milliseconds in kept["series"]["waits"]]
+        assert longest == sorted(longest, reverse=True)
+        assert len(longest) <= 12
+        # A CPU that computes on all its threads need not have waited.
+        assert kept["metrics"]["longest_wait_ms"] == max(longest, default=0)
+        assert all(before and after for before, after, _ in kept["series"]["waits"])
+    idle, launch = (value(result, f"{x}_ms", variant="kvgrain") for x in ("idle", "launch"))
+    assert 0 <= launch <= idle
+
+
+@pytest.mark.slow
 def test_a_cell_that_needs_more_devices_is_listed_as_not_run(results):
     _, result, _, folder = results("tp_envelope")
     assert [row["cell"]["tp"] for row in result["rows"] if row["not_run"]] == [64] * 3
