@@ -337,28 +337,17 @@ class HeadEngine(Serving[HeadScheduler]):
 
     def _check(self, sequence: Sequence) -> None:
         request = sequence.request
-        name, prompt = f"Request {request.id}", np.asarray(request.prompt)
-        if int(prompt.max()) >= self.model.vocabulary:
-            raise RequestError(
-                f"{name}: token id {prompt.max()} is outside the vocabulary of "
-                f"{self.model.vocabulary}."
-            )
-        total = sequence.n_context + request.max_new_tokens
-        if total > self.max_context:
-            raise RequestError(
-                f"{name}: {sequence.n_context} tokens of context and {request.max_new_tokens} new "
-                f"ones are {total}, more than the context of {self.max_context}."
-            )
+        batches.check_request(
+            request,
+            n_context=sequence.n_context,
+            vocabulary=self.model.vocabulary,
+            max_context=self.max_context,
+            greedy=self.config.greedy,
+        )
         pages, geometry = int(self.scheduler.pages(sequence).sum()), self.ledger.geometry
         if pages > geometry.n_pages - geometry.n_hot_pages:
             raise RequestError(
-                f"{name}: its footprint is {pages} pages, the pool has "
+                f"Request {request.id}: its footprint is {pages} pages, the pool has "
                 f"{geometry.n_pages - geometry.n_hot_pages}; make the pool larger, the retention "
                 "smaller or the request shorter."
             )
-        if self.config.greedy and request.sampling.temperature > 0:
-            raise RequestError(
-                f"{name}: temperature is {request.sampling.temperature}, but the engine was made for "
-                "greedy requests only; set greedy to False in its configuration."
-            )
-        batches.check_request(request)

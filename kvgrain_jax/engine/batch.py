@@ -66,16 +66,38 @@ def init(n_rows: int, n_pages: int) -> Batch:
     )
 
 
-def check_request(request: Request) -> None:
-    """Check that a request fits a row.
+def check_request(
+    request: Request, *, n_context: int, vocabulary: int, max_context: int, greedy: bool
+) -> None:
+    """Check that an engine can serve a request, whatever its pools hold.
+
+    Args:
+      request: the request.
+      n_context: tokens in front of the first one it generates.
+      vocabulary: number of token ids.
+      max_context: tokens of one request at most.
+      greedy: the engine has no program that draws tokens.
 
     Raises:
-      RequestError: more stop tokens than a row holds.
+      RequestError: it cannot; the message says why.
     """
+    name, largest = f"Request {request.id}", int(np.max(request.prompt))
+    if largest >= vocabulary:
+        raise RequestError(f"{name}: token id {largest} is outside the vocabulary of {vocabulary}.")
+    total = n_context + request.max_new_tokens
+    if total > max_context:
+        raise RequestError(
+            f"{name}: {n_context} tokens of context and {request.max_new_tokens} new ones are "
+            f"{total}, more than the context of {max_context}."
+        )
+    if greedy and request.sampling.temperature > 0:
+        raise RequestError(
+            f"{name}: temperature is {request.sampling.temperature}, but the engine was made for "
+            "greedy requests only; set greedy to False in its configuration."
+        )
     if len(request.stop_tokens) > MAX_STOP_TOKENS:
         raise RequestError(
-            f"Request {request.id} has {len(request.stop_tokens)} stop tokens; a row holds "
-            f"{MAX_STOP_TOKENS}."
+            f"{name} has {len(request.stop_tokens)} stop tokens; a row holds {MAX_STOP_TOKENS}."
         )
 
 

@@ -84,31 +84,21 @@ class Engine(Serving[Scheduler]):
         Raises:
           RequestError: it cannot; the message says why.
         """
-        name, prompt = f"Request {request.id}", np.asarray(request.prompt)
-        largest = int(prompt.max())
-        if largest >= self.model.vocabulary:
-            raise RequestError(
-                f"{name}: token id {largest} is outside the vocabulary of {self.model.vocabulary}."
-            )
-        total = prompt.size + request.max_new_tokens
-        if total > self.max_context:
-            raise RequestError(
-                f"{name}: {prompt.size} prompt tokens and {request.max_new_tokens} new ones are "
-                f"{total}, more than the context of {self.max_context}."
-            )
-        geometry = self.cache.geometry
+        n_context = len(request.prompt)
+        check_request(
+            request,
+            n_context=n_context,
+            vocabulary=self.model.vocabulary,
+            max_context=self.max_context,
+            greedy=self.config.greedy,
+        )
+        total, geometry = n_context + request.max_new_tokens, self.cache.geometry
         pages = -(-(total - 1) // geometry.page_size)
         if pages > geometry.n_pages:
             raise RequestError(
-                f"{name}: {total} tokens need {pages} pages, the whole pool has "
+                f"Request {request.id}: {total} tokens need {pages} pages, the whole pool has "
                 f"{geometry.n_pages}; make the pool larger or the request shorter."
             )
-        if self.config.greedy and request.sampling.temperature > 0:
-            raise RequestError(
-                f"{name}: temperature is {request.sampling.temperature}, but the engine was made for "
-                "greedy requests only; set greedy to False in its configuration."
-            )
-        check_request(request)
 
     def abort(self, request_id: str) -> None:
         """End a request now, wherever it is; what it held is freed.

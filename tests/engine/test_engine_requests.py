@@ -157,9 +157,9 @@ def test_more_requests_than_rows_are_all_served(engine):
         (Request("r", [3, CONFIG.vocabulary], 1), "token id 96 is outside the vocabulary of 96"),
         (
             Request("r", np.zeros(MAX_CONTEXT - 3, int), 4),
-            "125 prompt tokens and 4 new ones are 129, more than the context of 128",
+            "125 tokens of context and 4 new ones are 129, more than the context of 128",
         ),
-        (Request("r", [1], MAX_CONTEXT), "1 prompt tokens and 128 new ones are 129"),
+        (Request("r", [1], MAX_CONTEXT), "1 tokens of context and 128 new ones are 129"),
         (Request("r", [1], 1, stop_tokens=tuple(range(9))), "9 stop tokens; a row holds 8"),
         (Request("waits", [1], 1), "Request waits: a request with this id is in the engine"),
         (Request("runs", [1], 1), "Request runs: a request with this id is in the engine"),
