@@ -31,6 +31,7 @@ from kvgrain_jax.engine.model import HiddenAttend, Model
 from models.config import ModelConfig, RopeScaling
 from models.tensor_parallel import parallel_config, params_spec
 from pallas_kernels import add_rms_norm
+from pallas_kernels.add_rms_norm import rms_norm
 from pallas_kernels.rope_append import rotate
 
 # Weights by name, e.g. ``layers.3.attention.qkv.weight``.
@@ -60,10 +61,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-        weight = self.weight[...].astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
-        return (wide * lax.rsqrt(mean_square + self.eps) * weight).astype(x.dtype)
+        return rms_norm(x, self.weight[...], eps=self.eps)
 
     def of_sum(self, stream: Stream) -> tuple[Float[Array, "T d_model"], Float[Array, "T d_model"]]:
         """Returns the sum of the stream and its norm."""
@@ -84,6 +82,7 @@ class Attention(nnx.Module):
         heads = (config.kv_heads, config.heads // config.kv_heads + 2, config.head_dim)
         self.qkv = Linear(heads, config.d_model, bias=config.qkv_bias)
         self.output = Linear((config.d_model,), config.heads * config.head_dim)
+        self.eps = config.eps
         norm = functools.partial(RMSNorm, config.head_dim, config.eps)
         self.query_norm = norm() if config.qk_norm else None
         self.key_norm = norm() if config.qk_norm else None
@@ -93,8 +92,8 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "T d_model"], Any]:
         tokens = x.shape[0]
         qkv = self.qkv(x)
-        if self.query_norm is None and hasattr(attend, "projected"):
-            out, cache = attend.projected(cache, layer, qkv, *rotation)
+        if hasattr(attend, "projected"):
+            out, cache = attend.projected(cache, layer, qkv, *rotation, self._norms(), self.eps)
         else:
             q = qkv[:, :, :-2].reshape(tokens, -1, qkv.shape[-1])
             k, v = qkv[:, :, -2], qkv[:, :, -1]
@@ -103,6 +102,11 @@ class Attention(nnx.Module):
             seen = (x,) if isinstance(attend, HiddenAttend) else ()
             out, cache = attend(cache, layer, rotate(q, *rotation), rotate(k, *rotation), v, *seen)
         return _sum_ranks(self.output(out.reshape(tokens, -1)), self.axis), cache
+
+    def _norms(self) -> tuple[jax.Array, jax.Array] | None:
+        if self.query_norm is None or self.key_norm is None:
+            return None
+        return self.query_norm.weight[...], self.key_norm.weight[...]
 
 
 class FeedForward(nnx.Module):

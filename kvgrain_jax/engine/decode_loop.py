@@ -237,8 +237,9 @@ class _Attend:
         kv = buffers.write(kv, layer, self._slots(kv), k, v)
         return self._attend(kv, layer, q), kv
 
-    def projected(self, kv: KVCache, layer: int, qkv, cos, sin):
-        kv, q = buffers.write_projected(kv, layer, self._slots(kv), qkv, cos, sin)
+    def projected(self, kv: KVCache, layer: int, qkv, cos, sin, norms=None, eps: float = 0.0):
+        slots = self._slots(kv)
+        kv, q = buffers.write_projected(kv, layer, slots, qkv, cos, sin, norms, eps)
         return self._attend(kv, layer, q), kv
 
     def _slots(self, kv: KVCache):

@@ -37,9 +37,9 @@ class Model:
         ``out, cache = attend(cache, layer, q, k, v)`` once per layer, ``layer`` a Python int, ``q``
         ``[T, H, D]``, ``k`` and ``v`` ``[T, K, D]`` after position encoding; ``out`` is ``[T, H, D]``
         in the dtype of ``q``. Where ``attend`` has a method ``projected``, a model may call
-        ``out, cache = attend.projected(cache, layer, qkv, cos, sin)`` instead, ``qkv``
-        ``[T, K, G + 2, D]`` before half-rotation position encoding, which is then done by the kernel
-        that writes the keys. Where it is a ``HiddenAttend``, the model must call
+        ``out, cache = attend.projected(cache, layer, qkv, cos, sin, norms, eps)`` instead, ``qkv``
+        ``[T, K, G + 2, D]`` before half-rotation position encoding and, where ``norms`` are gains
+        ``[D]`` of queries and keys, RMS norm of each head; the kernel that writes the keys does both. Where it is a ``HiddenAttend``, the model must call
         ``out, cache = attend(cache, layer, q, k, v, hidden)``, ``hidden`` ``[T, d_model]`` being what
         the layer projects to ``q``, ``k`` and ``v``. ``logits`` are float32 ``[T, V]``, or ``[R, V]`` for the tokens
         ``rows`` (int32 ``[R]``) names.

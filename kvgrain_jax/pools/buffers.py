@@ -58,12 +58,14 @@ def write_projected(
     qkv: Float[Array, "T K G_and_2 D"],
     cos: Float[Array, "T half"],
     sin: Float[Array, "T half"],
+    norms: tuple[Float[Array, "D"], Float[Array, "D"]] | None = None,
+    eps: float = 0.0,
 ) -> tuple[KVCache, Float[Array, "T H D"]]:
     """Encode positions, write keys and values as ``write`` does, and return the queries.
 
     See ``pallas_kernels.rope_append``.
     """
-    k, v, q = rope_append(cache.k[layer], cache.v[layer], qkv, cos, sin, slots)
+    k, v, q = rope_append(cache.k[layer], cache.v[layer], qkv, cos, sin, slots, norms, eps=eps)
     return _with_layer(cache, layer, k, v), q
 
 

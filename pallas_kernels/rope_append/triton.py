@@ -1,4 +1,4 @@
-"""RoPE and KV append with Pallas Triton: one program a row and KV head.
+"""RMS norm of heads, RoPE and KV append with Pallas Triton: one program a row and KV head.
 
 The queries are written folded, as the attention kernels read them: there the transposition back to
 ``[B, H, D]`` meets its inverse, and the compiler drops both.
@@ -8,18 +8,19 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import triton_blocks as blocks
 
 
-def rope_append(k, v, qkv, cos, sin, slots, *, interpret=False):
+def rope_append(k, v, qkv, cos, sin, slots, norms, *, eps, interpret=False):
     """See ``api.rope_append``."""
     n_rows, n_kv_heads, members, head_dim = qkv.shape
     group = members - 2
     k, v, folded = blocks.call(
-        functools.partial(_kernel, group=group),
+        functools.partial(_kernel, group=group, eps=eps),
         out_shape=(
             jax.ShapeDtypeStruct(k.shape, k.dtype),
             jax.ShapeDtypeStruct(v.shape, v.dtype),
@@ -30,7 +31,7 @@ def rope_append(k, v, qkv, cos, sin, slots, *, interpret=False):
         num_warps=1,
         num_stages=1,
         interpret=interpret,
-    )(qkv, cos, sin, slots, k, v)
+    )(qkv, cos, sin, slots, k, v, *(norms or ()))
     q = folded.reshape(n_kv_heads, n_rows, group, head_dim).transpose(1, 0, 2, 3)
     return k, v, q.reshape(n_rows, -1, head_dim)
 
@@ -40,14 +41,12 @@ def _kernel(
     cos_ref,  # [B, D / 2]
     sin_ref,  # [B, D / 2]
     slots_ref,  # [B]
-    _k_ref,
-    _v_ref,
-    k_ref,  # [N, K, D]
-    v_ref,  # [N, K, D]
-    q_ref,  # [K, B · G, D]
-    *,
+    *refs,
     group,
+    eps,
 ):
+    gains = refs[2:-3]  # behind the pool that came in: none, or of queries and keys, [D] each
+    k_ref, v_ref, q_ref = refs[-3:]  # [N, K, D] ×2, [K, B · G, D]
     head, row = pl.program_id(0), pl.program_id(1)
     n_slots, _, head_dim = k_ref.shape
     half = head_dim // 2
@@ -65,8 +64,18 @@ def _kernel(
             for offset in (0, half)
         ]
 
+    def normed(parts, gain_ref):
+        squares = sum(jnp.sum(x * x) for x in parts)
+        scale = lax.rsqrt(squares / head_dim + eps)
+        for x, offset in zip(parts, (0, half), strict=True):
+            gain = plt.load(gain_ref.at[column + offset], mask=real, other=0.0)
+            rounded = (x * scale * gain.astype(jnp.float32)).astype(q_ref.dtype)
+            yield rounded.astype(jnp.float32)
+
     def turned(member):
         first, second = (x.astype(jnp.float32) for x in halves(member))
+        if gains:
+            first, second = normed((first, second), gains[member == group])
         # Rounded as the projections are before the pool's dtype is taken on, as in XLA.
         parts = first * cos - second * sin, second * cos + first * sin
         return [x.astype(q_ref.dtype) for x in parts]

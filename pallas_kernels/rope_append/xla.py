@@ -1,7 +1,8 @@
-"""RoPE and KV append in XLA: the specification."""
+"""RMS norm of heads, RoPE and KV append in XLA: the specification."""
 
 import jax.numpy as jnp
 
+from pallas_kernels.add_rms_norm.xla import rms_norm
 from pallas_kernels.append import xla as append
 
 
@@ -13,9 +14,11 @@ def rotate(x, cos, sin):  # [B, heads, D], [B, D / 2] ×2
     return turned.astype(x.dtype)
 
 
-def rope_append(k, v, qkv, cos, sin, slots):  # [N, K, D] ×2, [B, K, G + 2, D], [B, D / 2] ×2, [B]
+def rope_append(k, v, qkv, cos, sin, slots, norms, *, eps):
     """See ``api.rope_append``."""
     n_rows, _, _, head_dim = qkv.shape
-    q = qkv[:, :, :-2].reshape(n_rows, -1, head_dim)
-    k, v = append.append_kv(k, v, rotate(qkv[:, :, -2], cos, sin), qkv[:, :, -1], slots)
+    q, new_k = qkv[:, :, :-2].reshape(n_rows, -1, head_dim), qkv[:, :, -2]
+    if norms is not None:
+        q, new_k = rms_norm(q, norms[0], eps=eps), rms_norm(new_k, norms[1], eps=eps)
+    k, v = append.append_kv(k, v, rotate(new_k, cos, sin), qkv[:, :, -1], slots)
     return k, v, rotate(q, cos, sin)

@@ -189,14 +189,15 @@ class AppendSuite(Suite):
         self.check([4, 9, 2], heads=heads, head_dim=head_dim)
 
 
-ROPE_APPEND = jax.jit(pallas_kernels.rope_append, static_argnames="implementation")
+ROPE_APPEND = jax.jit(pallas_kernels.rope_append, static_argnames=("eps", "implementation"))
 
 
 class RopeAppendSuite(Suite):
     """Queries and keys are turned by their angles, keys and values go to their slots."""
 
-    def check(self, slots, *, shape=(2, 3), head_dim=64, dtype="bfloat16", n_slots=40):
+    def check(self, slots, *, shape=(2, 3), head_dim=64, dtype="bfloat16", n_slots=40, eps=0.0):
         (n_kv_heads, group), n_rows = shape, len(slots)
+        norms = tuple(draw(seed, (head_dim,), dtype) for seed in (35, 36)) if eps else None
         k, v = (draw(seed, (n_slots, n_kv_heads, head_dim), dtype) for seed in (31, 32))
         qkv = draw(33, (n_rows, n_kv_heads, group + 2, head_dim), dtype)
         angles = np.random.default_rng(34).uniform(-4, 4, (n_rows, head_dim // 2))
@@ -208,10 +209,17 @@ class RopeAppendSuite(Suite):
             cos,
             sin,
             jnp.asarray(slots, jnp.int32),
+            norms,
+            eps=eps,
             implementation=self.implementation,
         )
         # A pair of features is a complex number, its rotation a product.
         pairs = wide(qkv).astype(np.float64)
+        if norms is not None:
+            gains = np.stack([wide(norms[0])] * group + [wide(norms[1])] * 2)
+            mean_square = np.mean(pairs**2, axis=-1, keepdims=True)
+            pairs = pairs / np.sqrt(mean_square + eps) * gains
+            pairs = wide(jnp.asarray(pairs, dtype)).astype(np.float64)
         pairs = pairs[..., : head_dim // 2] + 1j * pairs[..., head_dim // 2 :]
         turned = pairs * np.exp(1j * angles)[:, None, None, :]
         turned = np.concatenate([turned.real, turned.imag], axis=-1)
@@ -222,6 +230,8 @@ class RopeAppendSuite(Suite):
         step = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 1e-6}[dtype]
         assert (got_k.dtype, got_v.dtype, q.dtype) == (jnp.dtype(dtype),) * 3
         want_q = turned[:, :, :group].reshape(n_rows, -1, head_dim)
+        if norms is not None:
+            step *= 4  # the norm may be rounded to the other side, and gains make values larger
         np.testing.assert_allclose(wide(q), want_q, rtol=step, atol=step)
         np.testing.assert_allclose(wide(got_k), want_k, rtol=step, atol=step)
         np.testing.assert_array_equal(wide(got_v), want_v)
@@ -244,6 +254,14 @@ class RopeAppendSuite(Suite):
     @pytest.mark.parametrize("head_dim", [80, 96, 112, 128, 256])
     def test_head_dims(self, head_dim):
         self.check([5], head_dim=head_dim)
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    @essential
+    def test_queries_and_keys_are_normed_first(self, dtype):
+        self.check([4, 40, 2], dtype=dtype, eps=1e-5)
+
+    def test_norm_of_a_head_dim_that_is_no_power_of_two(self):
+        self.check([5], head_dim=80, eps=0.5)
 
 
 ADD_RMS_NORM = jax.jit(pallas_kernels.add_rms_norm, static_argnames=("eps", "implementation"))
