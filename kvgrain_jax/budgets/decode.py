@@ -28,6 +28,7 @@ from kvgrain_jax.engine.batch import Batch
 from kvgrain_jax.engine.decode_loop import advance
 from kvgrain_jax.engine.model import HiddenAttend
 from kvgrain_jax.engine.sampling import greedy_sample, sample
+from pallas_kernels import rope_append
 from pallas_kernels.head_group_decode import DecodeWork, head_group_decode, layer_work
 
 
@@ -208,55 +209,100 @@ def layer_works(
     ]
 
 
-def _attend(
-    head: HeadBatch,
-    works: Sequence[DecodeWork] | None,
-    shared: SharedRows | None,
-    layers: Sequence[Int[Array, ""]] | None,
-    gates: Gate | None,
-    *,
-    groups: HeadGroups,
-    scorer: ChunkScorer,
-    page_size: int,
-):
-    """What the model calls in each layer: append a token to each head, then attend."""
-    active = head.rows.active
-    positions = jnp.where(active, head.rows.lengths, -1)
-    lengths = jnp.where(active[:, None, None], head.lengths + 1, 0)
-    group_of, place_of = jnp.asarray(groups.group_of), jnp.asarray(groups.place_of)
+@dataclasses.dataclass(frozen=True)
+class _Attend:
+    """What the model calls in each layer: append a token to each head, then attend.
 
-    def attend(kv: HeadKV, layer: int, q, k, v, hidden=None):
-        number = layer if layers is None else layers[layer]
-        group, place = group_of[number], place_of[number]
-        n_rows, n_heads, head_dim = k.shape
-        row = pool.rows_of(
+    Attributes:
+      head: the rows.
+      works, shared, layers, gates, groups, scorer, page_size: as for ``decode_loop``.
+    """
+
+    head: HeadBatch
+    works: Sequence[DecodeWork] | None
+    shared: SharedRows | None
+    layers: Sequence[Int[Array, ""]] | None
+    gates: Gate | None
+    groups: HeadGroups
+    scorer: ChunkScorer
+    page_size: int
+
+    def __call__(self, kv: HeadKV, layer: int, q, k, v, hidden=None):
+        kv = self._note(kv, layer, k, hidden)
+        kv = pool.write_vectors(kv, self._places(kv, layer), k, v)
+        return self._decode(kv, layer, q), kv
+
+    def _number(self, layer: int) -> int | Int[Array, ""]:
+        return layer if self.layers is None else self.layers[layer]
+
+    def _places(self, kv: HeadKV, layer: int) -> Int[Array, "B K"]:
+        """Single-head row of the next token of each head; one behind the pool for idle rows."""
+        number, head = self._number(layer), self.head
+        group = jnp.asarray(self.groups.group_of)[number]
+        place = jnp.asarray(self.groups.place_of)[number]
+        rows = pool.rows_of(
             head.tables[:, group],
-            jnp.broadcast_to(place[None, :], (n_rows, n_heads)),
+            jnp.broadcast_to(place[None, :], (head.tables.shape[0], place.shape[0])),
             head.lengths[:, group, place][..., None],
-            page_size=page_size,
-            group_size=groups.group_size,
+            page_size=self.page_size,
+            group_size=self.groups.group_size,
         )[..., 0]
-        kv = pool.write(
-            kv,
-            jnp.where(active[:, None], row, kv.scores.size).reshape(-1),
-            k.reshape(-1, head_dim),
-            v.reshape(-1, head_dim),
-            scorer.on_arrival(layer, k, positions, of_layer(gates, number), hidden).T.reshape(-1),
-            jnp.broadcast_to(positions[:, None], (n_rows, n_heads)).reshape(-1),
-        )
-        out, _ = head_group_decode(
+        return jnp.where(head.rows.active[:, None], rows, kv.scores.size)
+
+    def _note(self, kv: HeadKV, layer: int, k, hidden=None) -> HeadKV:
+        """Score and position of the new token of each head."""
+        positions = jnp.where(self.head.rows.active, self.head.rows.lengths, -1)
+        gate = of_layer(self.gates, self._number(layer))
+        scores = self.scorer.on_arrival(layer, k, positions, gate, hidden).T
+        at = jnp.broadcast_to(positions[:, None], scores.shape)
+        return pool.write_notes(kv, self._places(kv, layer), scores, at)
+
+    def _decode(self, kv: HeadKV, layer: int, q):
+        active, shared = self.head.rows.active, self.shared
+        prefix = None
+        if shared is not None:
+            number = self._number(layer)
+            prefix = attend_shared(q, kv, number, shared, self.groups.n_kv_heads)
+        return head_group_decode(
             q,
             kv.k,
             kv.v,
-            head.tables,
-            lengths,
-            members=layer_members(groups, layer),
-            page_size=page_size,
-            scale=head_dim**-0.5,
-            work=None if works is None else works[layer],
-            prefix=attend_shared(q, kv, number, shared, n_heads) if shared else None,
+            self.head.tables,
+            jnp.where(active[:, None, None], self.head.lengths + 1, 0),
+            members=layer_members(self.groups, layer),
+            page_size=self.page_size,
+            scale=q.shape[-1] ** -0.5,
+            work=None if self.works is None else self.works[layer],
+            prefix=prefix,
             out_dtype=q.dtype,
-        )
-        return out, kv
+        )[0]
 
-    return attend if gates is None else HiddenAttend(attend)
+
+class _Projecting(_Attend):
+    """The same from projections as they come: the kernel that writes them encodes positions too.
+
+    Each KV head of a row is a row of its own there, with a slot of its own.
+    """
+
+    def projected(self, kv: HeadKV, layer: int, qkv, cos, sin, norms=None, eps: float = 0.0):
+        n_rows, n_heads, members, head_dim = qkv.shape
+        kv = self._note(kv, layer, qkv[:, :, -2])
+        k, v, q = rope_append(
+            kv.k.reshape(-1, 1, head_dim),
+            kv.v.reshape(-1, 1, head_dim),
+            qkv.reshape(-1, 1, members, head_dim),
+            jnp.repeat(cos, n_heads, axis=0),
+            jnp.repeat(sin, n_heads, axis=0),
+            self._places(kv, layer).reshape(-1),
+            norms,
+            eps=eps,
+        )
+        kv = dataclasses.replace(kv, k=k.reshape(kv.k.shape), v=v.reshape(kv.v.shape))
+        return self._decode(kv, layer, q.reshape(n_rows, -1, head_dim)), kv
+
+
+def _attend(head: HeadBatch, *sources, scorer: ChunkScorer, **options):
+    """The right one of the two: key norms and gates want keys and hidden states."""
+    wants_keys = scorer.name in ("key_norm", "gates")
+    attend = (_Attend if wants_keys else _Projecting)(head, *sources, scorer=scorer, **options)
+    return HiddenAttend(attend) if scorer.name == "gates" else attend

@@ -215,18 +215,29 @@ def write(
     positions: Int[Array, "M"],
 ) -> HeadKV:
     """Write single-head rows, in place when the pool is donated; a row ``>= N * G_h`` is dropped."""
+    return write_vectors(write_notes(kv, rows, scores, positions), rows, k, v)
 
+
+def write_vectors(
+    kv: HeadKV, rows: Int[Array, "*M"], k: Float[Array, "*M D"], v: Float[Array, "*M D"]
+) -> HeadKV:
+    """Write keys and values only, as ``write`` does."""
     at = _slot_and_column(kv, rows)
+    return dataclasses.replace(kv, k=_put(kv.k, at, k), v=_put(kv.v, at, v))
 
-    def put(pool, values):
-        return pool.at[at].set(values.astype(pool.dtype), mode="drop")
 
-    return HeadKV(
-        k=put(kv.k, k),
-        v=put(kv.v, v),
-        scores=put(kv.scores, scores),
-        positions=put(kv.positions, positions),
+def write_notes(
+    kv: HeadKV, rows: Int[Array, "*M"], scores: Float[Array, "*M"], positions: Int[Array, "*M"]
+) -> HeadKV:
+    """Write scores and positions only, as ``write`` does."""
+    at = _slot_and_column(kv, rows)
+    return dataclasses.replace(
+        kv, scores=_put(kv.scores, at, scores), positions=_put(kv.positions, at, positions)
     )
+
+
+def _put(pool: Array, at: tuple[Array, Array], values: Array) -> Array:
+    return pool.at[at].set(values.astype(pool.dtype), mode="drop")
 
 
 def write_scores(

@@ -9,6 +9,8 @@ from tiny_head_engine import (
     CONFIG,
     DEMANDS,
     MAX_CONTEXT,
+    MODEL,
+    NORMED_HEADS,
     VECTOR_BYTES,
     ask,
     budgets,
@@ -24,6 +26,7 @@ from tiny_head_engine import (
 
 from kvgrain_jax import ConfigError, RequestError, SamplingParams
 from kvgrain_jax.budgets import make_groups, uniform_plan
+from kvgrain_jax.budgets.chunk_scores import ChunkScorer
 from kvgrain_jax.budgets.engine import HeadEngine
 from kvgrain_jax.budgets.engine_config import HeadEngineConfig
 
@@ -41,12 +44,14 @@ PAGE_BYTES = 4 * 2 * VECTOR_BYTES  # 4 rows of 2 heads
 OTHER_LAYOUT: dict[str, Any] = {"group_size": 4, "scope": "layer", "page_size": 16, "n_blocks": 8}
 
 
-def test_tokens_at_retention_1_are_those_of_a_forward_pass_without_cache():
-    tokens = serve(make_engine(1.0), WORKLOAD)
+@pytest.mark.parametrize("model", [MODEL, NORMED_HEADS], ids=["plain", "normed heads"])
+@pytest.mark.parametrize("scorer", ["key_norm", "random"])  # the second takes projections whole
+def test_tokens_at_retention_1_are_those_of_a_forward_pass_without_cache(scorer, model):
+    tokens = serve(make_engine(1.0, scorer=ChunkScorer(scorer), model=model), WORKLOAD)
     for request in WORKLOAD:
-        expected = greedy_without_cache(np.asarray(request.prompt), tokens[request.id])
-        assert tokens[request.id] == expected, request.id
-        assert len(tokens[request.id]) == request.max_new_tokens
+        own = tokens[request.id]
+        assert own == greedy_without_cache(np.asarray(request.prompt), own, model), request.id
+        assert len(own) == request.max_new_tokens
 
 
 @pytest.fixture(scope="module")

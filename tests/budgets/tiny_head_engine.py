@@ -1,5 +1,6 @@
 """A tiny random model behind the engine over head groups, and the budgets of its heads."""
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -28,6 +29,8 @@ CONFIG = ModelConfig(
     rope_theta=1e4,
 )
 MODEL = as_model(CONFIG, random_params(CONFIG, jnp.float32, seed=5))
+_NORMED = dataclasses.replace(CONFIG, qk_norm=True)
+NORMED_HEADS = as_model(_NORMED, random_params(_NORMED, jnp.float32, seed=5))  # of Qwen3's kind
 VECTOR_BYTES = 2 * 16 * 4  # key and value of one token and head, float32
 MAX_CONTEXT, CHUNK, SINKS, WINDOW = 96, 16, 2, 4
 # Unequal on purpose: 1/16 to all of what is not protected.
@@ -116,18 +119,18 @@ def say(engine: HeadEngine, name: str, prompt: np.ndarray, conversation: str, **
     return serve(engine, check=False)[name]
 
 
-@jax.jit
-def _plain_logits(tokens):
+@functools.partial(jax.jit, static_argnums=0)
+def _plain_logits(step, params, tokens):
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    return MODEL.step(MODEL.params, tokens, positions, None, plain_attend)[0]
+    return step(params, tokens, positions, None, plain_attend)[0]
 
 
-def greedy_without_cache(prompt: np.ndarray, tokens) -> tuple[int, ...]:
+def greedy_without_cache(prompt: np.ndarray, tokens, model=MODEL) -> tuple[int, ...]:
     """The most likely token behind the prompt and behind each of the ``tokens`` but the last."""
     context = np.zeros(MAX_CONTEXT, np.int32)
     written = np.concatenate([np.asarray(prompt), np.asarray(tokens, np.int64)])
     context[: written.size] = written
-    best = np.asarray(_plain_logits(context)).argmax(axis=1)
+    best = np.asarray(_plain_logits(model.step, model.params, context)).argmax(axis=1)
     return tuple(int(token) for token in best[prompt.size - 1 :][: len(tokens)])
 
 

@@ -14,6 +14,7 @@ from tiny_engine import (
     step_until_decoding,
     text,
     tokens_of,
+    with_normed_heads,
 )
 
 from kvgrain_jax import KVGrainError, Request, SamplingParams
@@ -70,6 +71,14 @@ def test_greedy_tokens_are_those_of_a_forward_pass_without_cache(served, name):
     assert {r.id: len(tokens[r.id]) for r in WORKLOAD} == {r.id: r.max_new_tokens for r in WORKLOAD}
     for request in WORKLOAD:
         assert tokens[request.id] == greedy_without_cache(request, tokens[request.id]), request.id
+
+
+def test_heads_that_are_normed_are_normed_in_the_cache_too():
+    model = with_normed_heads()
+    tokens = serve(make_engine(model=model), WORKLOAD[:4])
+    for request in WORKLOAD[:4]:
+        own = tokens[request.id]
+        assert own == greedy_without_cache(request, own, model.params, model.step), request.id
 
 
 def test_kvgrain_takes_every_backend_on_the_way(served):
@@ -169,8 +178,7 @@ def test_tokens_are_right_while_pools_are_exhausted_lent_and_evicted(policy, evi
 
 
 def test_smaller_batches_and_chunks_run_in_smaller_buckets():
-    options = {"batch_buckets": (2, 4), "chunk_buckets": (16, CHUNK)}
-    engine = make_engine("uniform16", **options)
+    engine = make_engine("uniform16", batch_buckets=(2, 4), chunk_buckets=(16, CHUNK))
     requests = [ask(f"r{i}", text(70 + i, 9 + i)) for i in range(5)]
     tokens = serve(engine, requests)
     for request in requests:

@@ -4,13 +4,16 @@ All engines here have pools and batches of one shape, so that programs compiled 
 the others.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kvgrain_jax import Engine, Request, TokenEvent, system_config
+from kvgrain_jax.engine import Model
 from models import ModelConfig, as_model, plain_attend, random_params
 
 CONFIG = ModelConfig(
@@ -31,7 +34,19 @@ MODEL = as_model(CONFIG, random_params(CONFIG, jnp.float32, seed=3))
 OTHER_PARAMS = random_params(CONFIG, jnp.float32, seed=4)
 
 
-def make_engine(system: str = "kvgrain", **options) -> Engine:
+def with_normed_heads() -> Model:
+    """The model of Qwen3's kind: queries and keys are normed; gains are drawn, else they are ones."""
+    config = dataclasses.replace(CONFIG, qk_norm=True)
+    params = random_params(config, jnp.float32, seed=3)
+    rng = np.random.default_rng(5)
+    for name in [
+        name for name in params if name.endswith(("query_norm.weight", "key_norm.weight"))
+    ]:
+        params[name] = jnp.asarray(rng.uniform(0.5, 3, CONFIG.head_dim), jnp.float32)
+    return as_model(config, params)
+
+
+def make_engine(system: str = "kvgrain", model: Model = MODEL, **options) -> Engine:
     """The dispatch rule takes ``dense`` from three rows on, so that few requests reach it."""
     shape = {
         "pool_tokens": POOL_TOKENS,
@@ -48,7 +63,7 @@ def make_engine(system: str = "kvgrain", **options) -> Engine:
         "m_sat": 3 * GROUP,
         "hot_fraction": 0.25,
     }
-    return Engine(MODEL, system_config(system, **(shape | options)))
+    return Engine(model, system_config(system, **(shape | options)))
 
 
 def text(seed: int, n: int) -> np.ndarray:
@@ -90,13 +105,15 @@ def step_until_decoding(engine: Engine, n_rows: int) -> list[TokenEvent]:
     return events
 
 
-@jax.jit
-def _plain_logits(params, tokens):
+@partial(jax.jit, static_argnums=0)
+def _plain_logits(step, params, tokens):
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    return MODEL.step(params, tokens, positions, None, plain_attend)[0]
+    return step(params, tokens, positions, None, plain_attend)[0]
 
 
-def greedy_without_cache(request: Request, tokens, params=MODEL.params) -> tuple[int, ...]:
+def greedy_without_cache(
+    request: Request, tokens, params=MODEL.params, step=MODEL.step
+) -> tuple[int, ...]:
     """The most likely token behind the prompt and behind each of the ``tokens`` but the last.
 
     Equal to ``tokens`` if and only if these are what a plain forward pass generates.
@@ -104,6 +121,6 @@ def greedy_without_cache(request: Request, tokens, params=MODEL.params) -> tuple
     context = np.zeros(MAX_CONTEXT, np.int32)
     written = np.concatenate([np.asarray(request.prompt), np.asarray(tokens, np.int32)])
     context[: written.size] = written
-    logits = np.asarray(_plain_logits(params, context))
+    logits = np.asarray(_plain_logits(step, params, context))
     best = logits.argmax(axis=1)
     return tuple(int(token) for token in best[np.asarray(request.prompt).size - 1 :][: len(tokens)])
