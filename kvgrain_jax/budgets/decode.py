@@ -144,6 +144,8 @@ def decode_loop(
     """
     head = jax.tree.map(lambda x: x[:n_rows], batch)
     n_steps = jnp.minimum(n_steps, max_steps)
+    # Key norms and gates want keys and hidden states, which projections do not give.
+    kind = _Attend if scorer.name in ("key_norm", "gates") else _Projecting
 
     def cond(state):
         _, head, trace, finished = state
@@ -152,9 +154,9 @@ def decode_loop(
     def body(state):
         kv, head, trace, finished = state
         rows = head.rows
-        attend = _attend(
-            head, works, shared, layers, gates, groups=groups, scorer=scorer, page_size=page_size
-        )
+        attend = kind(head, works, shared, layers, gates, groups, scorer, page_size)
+        if gates is not None:
+            attend = HiddenAttend(attend)
         logits, kv = step(params, rows.tokens, rows.lengths, kv, attend)
         token = (greedy_sample if greedy else sample)(
             logits, rows.temperature, rows.top_k, rows.top_p, rows.seed, rows.n_generated
@@ -299,10 +301,3 @@ class _Projecting(_Attend):
         )
         kv = dataclasses.replace(kv, k=k.reshape(kv.k.shape), v=v.reshape(kv.v.shape))
         return self._decode(kv, layer, q.reshape(n_rows, -1, head_dim)), kv
-
-
-def _attend(head: HeadBatch, *sources, scorer: ChunkScorer, **options):
-    """The right one of the two: key norms and gates want keys and hidden states."""
-    wants_keys = scorer.name in ("key_norm", "gates")
-    attend = (_Attend if wants_keys else _Projecting)(head, *sources, scorer=scorer, **options)
-    return HiddenAttend(attend) if scorer.name == "gates" else attend

@@ -9,6 +9,7 @@ scheduler waits to hear how many they are. Source: Tangram §3.1.2, Figure 11.
 import dataclasses
 import time
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +21,9 @@ from kvgrain_jax.budgets import compress, pool
 from kvgrain_jax.budgets.admission import Holding, Sequence
 from kvgrain_jax.budgets.budget import BudgetPlan
 from kvgrain_jax.budgets.engine import HeadEngine
-from kvgrain_jax.budgets.engine_config import HeadEngineConfig
-from kvgrain_jax.budgets.gates import Gate
 from kvgrain_jax.budgets.groups import HeadGroups, group_pages
 from kvgrain_jax.budgets.pool import HeadKV
 from kvgrain_jax.budgets.turns import SpanPlan
-from kvgrain_jax.engine.model import Model
 from kvgrain_jax.errors import ConfigError, KVGrainError
 
 
@@ -69,15 +67,8 @@ class DynamicEngine(HeadEngine):
       kept: tokens that each head kept, ``[L, K]``, by request.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        plan: BudgetPlan,
-        groups: HeadGroups,
-        config: HeadEngineConfig,
-        gates: Gate | None = None,
-    ):
-        super().__init__(model, plan, groups, config, gates)
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
         self.times = ReclaimTimes()
         self.kept: dict[str, Int[np.ndarray, "L K"]] = {}
 
