@@ -7,8 +7,7 @@
 A profiler trace of steady decode steps of each system, Llama-3.1-8B, B 256, at P 8K and 16K: alpha is the
 attention's share of the baseline's step, beta that of collectives, gamma the idle share. The prediction is
 1 / (1 - alpha + alpha / s) with s the speed-up of the attention inside the engine; it is compared with the
-ratio of the steps. About 2 minutes on one H200, 1 for the headline
-cell (P 16K).
+ratio of the steps. About 2 minutes on one H200, 1 for the headline cell (P 16K).
 
 Where this differs: TP 1, so beta is 0; s is measured inside the engine, where the paper takes that of
 the isolated kernel (15.6) and derives the other.
