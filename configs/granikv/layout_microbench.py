@@ -5,8 +5,7 @@
 
 `shared`: all rows read one contiguous prefix. `unique`: each row reads a copy of its own, as rows that
 read the same prefix through pages do. The same kernel and the same work; what differs is how often a byte
-is read. `jax-triton` is the baseline kernel with the same tile for both; `mosaic` is our own. Half a
-minute on one H200.
+is read. `jax-triton` is the baseline kernel with the same tile for both; `mosaic` is our own. 0.5 minutes on one H200.
 """
 
 from ml_collections import ConfigDict

@@ -4,7 +4,7 @@
     python -m experiments.tables --config=configs/granikv/roofline.py:smoke
 
 Rates of both layouts and of the engine's kernels over their arithmetic intensity, under the matmul rate and
-the copy rate that the same run reached. Half a minute on one H200.
+the copy rate that the same run reached. 0.5 minutes on one H200.
 
 Where this differs: bytes are the fewest that must move, not hardware counters, so a rate above the memory
 roof means that the cache served reads.
