@@ -76,15 +76,19 @@ def decode_step(
 def _output_tokens(config: Mapping[str, Any]) -> int:
     """Enough for all turns; none of the rows may finish before the last one.
 
-    The first rows decode already while the prompts of the others are computed, a few at a time.
+    The first rows decode already while the prompts of the others are computed, a few at a time: a
+    few steps after each chunk, a whole turn when a prefix is complete for which all others wait.
     """
     engine, prefix = config["engine"], config["prefix_tokens"]
-    others = 0 if isinstance(prefix, int) else sum(prefix) - prefix[0]
+    lengths = (prefix,) if isinstance(prefix, int) else prefix
+    others = sum(lengths[1:])
     prompts = others + config["batch"] * (config["suffix_tokens"] + 1)
     tokens = engine.get("chunk_tokens", EngineConfig.chunk_tokens)
     requests = engine.get("chunk_requests", EngineConfig.chunk_requests)
-    early = -(-prompts // tokens) + 2 * -(-config["batch"] // requests) + 1
-    return (early + WARMUP_TURNS + config["repeats"]) * config["steps"] + 1
+    calls = -(-prompts // tokens) + 2 * -(-config["batch"] // requests) + 1
+    between = engine.get("prefill_decode_steps", EngineConfig.prefill_decode_steps)
+    turns = len(lengths) + WARMUP_TURNS + config["repeats"]
+    return calls * min(between, config["steps"]) + turns * config["steps"] + 1
 
 
 def _context(config: Mapping[str, Any]) -> int:
@@ -165,10 +169,11 @@ def time_turn(engine: Engine, config: Mapping[str, Any]) -> float:
     engine.step()
     seconds = time.perf_counter() - begin
     steps = engine.metrics.steps[done:]
-    if len(steps) != config["steps"] or any(s.rows != config["batch"] for s in steps):
+    fewest = min((s.rows for s in steps), default=0)
+    if len(steps) != config["steps"] or fewest != config["batch"]:
         raise ConfigError(
-            f"A turn ran {len(steps)} steps instead of {config['steps']}, or not with all "
-            f"{config['batch']} rows; shorten the workload or widen the model's context."
+            f"A turn ran {len(steps)} steps with {fewest} rows or more instead of {config['steps']} "
+            f"with {config['batch']}; give the pool room for all rows, or shorten the workload."
         )
     return seconds / len(steps)
 

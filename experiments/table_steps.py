@@ -69,6 +69,7 @@ def step_sizes(unit: Unit) -> dict[str, Any]:
         "engine": {
             "chunk_tokens": config.chunk_tokens,
             "chunk_requests": config.chunk_requests,
+            "prefill_decode_steps": config.prefill_decode_steps,
         },
     }
 

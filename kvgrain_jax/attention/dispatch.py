@@ -13,7 +13,7 @@ import numpy as np
 
 from kvgrain_jax.attention.costs import CostTable
 from kvgrain_jax.attention.decode import BACKENDS
-from kvgrain_jax.attention.plan import Segment
+from kvgrain_jax.attention.segments import Segment
 from kvgrain_jax.errors import ConfigError
 
 # Threshold of the `meff` rule, by a part of the device's name. The A100's is the paper's (B.4b). The

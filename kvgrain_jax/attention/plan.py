@@ -1,43 +1,28 @@
 """Decode plan: which rows share which contiguous keys, cut into tiles for the prefix kernels.
 
-Enters the contiguous pieces of each row's context, leaves arrays of fixed shape. The plan changes
-only when rows join or leave, so it is built on the host, once per entry of the decode loop.
+Enter segments, leave arrays of fixed shape. The plan changes only when rows join or leave, so it is
+built on the host, once per entry of the decode loop.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from kvgrain_jax.attention.segments import Segment
 from kvgrain_jax.errors import ConfigError
 from pallas_kernels.implementation import runs_kernels
-from pallas_kernels.segment_attention import Schedule, build_schedule, capacity_for
+from pallas_kernels.segment_attention import (
+    Capacity,
+    Schedule,
+    build_schedule,
+    capacity_for,
+    has_room,
+)
 from pallas_kernels.segment_attention.schedule import ALIGNMENT
-
-
-class HotPiece(NamedTuple):
-    """A contiguous range of slots at the front of a row's context.
-
-    ``owner`` names the prefix class: two rows share a piece if and only if the whole piece is
-    equal, owner included. Sharing is never guessed from lengths or reference counts.
-    """
-
-    owner: int
-    base: int
-    length: int
-
-
-class Segment(NamedTuple):
-    """A contiguous range of keys and the run of adjacent rows that attends to it."""
-
-    base: int
-    length: int
-    first_row: int
-    n_rows: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +37,8 @@ DENSE_TILING = Tiling(row_tile=64, kv_tile=512)
 CASCADE_TILING = Tiling(row_tile=8, kv_tile=128)
 # Folded rows (row, head of the group) of a tile of the GPU kernels.
 DENSE_FOLDED_ROWS, CASCADE_FOLDED_ROWS = 128, 64
+# Levels of nested segments that plans have tiles for: system prompt, persona, history.
+MAX_LEVELS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,42 +112,37 @@ class DecodePlan:
     cascade: WorkList
 
 
-def find_segments(rows: Sequence[Sequence[HotPiece]]) -> list[Segment]:
-    """Segments of rows whose contexts begin with contiguous pieces.
-
-    Adjacent rows that hold the same piece at the same depth share one segment (nested segments:
-    system prompt, persona, history). Segments of the same rows that follow each other in memory
-    (the halves of a split slab) become one.
+def plan_holds(
+    segments: Sequence[Segment],
+    kernels: KernelShape | None,
+    *,
+    n_rows: int,
+    max_segments: int,
+    tiles: Sequence[int] = (DENSE_FOLDED_ROWS, CASCADE_FOLDED_ROWS),
+) -> bool:
+    """Whether a plan has room for segments, in its table and in the kernels' schedules.
 
     Args:
-      rows: for each row of the batch its pieces, front of the context first. Rows that share
-        pieces should be adjacent (sort them by their pieces).
-
-    Returns:
-      The segments, outermost first.
+      segments: the segments.
+      kernels: shape that the kernels are scheduled for.
+      n_rows: ``B``.
+      max_segments: ``C``.
+      tiles: folded rows of a tile of each schedule.
     """
-    segments: list[Segment] = []
-    depth = 0
-    while any(len(pieces) > depth for pieces in rows):
-        first = 0
-        while first < len(rows):
-            head = tuple(rows[first][: depth + 1])
-            n = 1
-            while first + n < len(rows) and tuple(rows[first + n][: depth + 1]) == head:
-                n += 1
-            if len(head) > depth:
-                segments.append(Segment(head[-1].base, head[-1].length, first, n))
-            first += n
-        depth += 1
-    joined: list[Segment] = []
-    for segment in segments:
-        for i, other in enumerate(joined):
-            if other.base + other.length == segment.base and other[2:] == segment[2:]:
-                joined[i] = other._replace(length=other.length + segment.length)
-                break
-        else:
-            joined.append(segment)
-    return joined
+    if len(segments) > max_segments:
+        return False
+    if kernels is None:
+        return True
+    shape = {"n_kv_heads": kernels.n_kv_heads, "group": kernels.group}
+    return all(
+        has_room(
+            _capacity(kernels, n_rows, max_segments, tile, MAX_LEVELS),
+            np.asarray(segments, np.int32).reshape(-1, 4),
+            row_tile=tile,
+            **shape,
+        )
+        for tile in tiles
+    )
 
 
 def make_plan(
@@ -239,6 +221,7 @@ def make_schedule(
     n_slots: int,
     max_segments: int,
     folded_rows: int = DENSE_FOLDED_ROWS,
+    levels: int = MAX_LEVELS,
     diagonals: Sequence[int] | None = None,
 ) -> Schedule | None:
     """Schedule of the segments for the GPU kernels.
@@ -250,34 +233,46 @@ def make_schedule(
       kernels: the shape.
       n_rows: ``B``.
       n_slots: ``N``.
-      max_segments: with ``n_rows`` decides the sizes of the arrays.
+      max_segments: segments at most.
       folded_rows: folded rows of a tile.
+      levels: how deep segments nest; with ``n_rows`` and ``max_segments`` decides the sizes.
       diagonals: for causal segments, the last slot that the first row of each sees.
 
     Raises:
-      ConfigError: the segments nest too deeply.
+      ConfigError: the segments nest too deeply for the arrays, see ``plan_holds``.
     """
     if kernels is None or n_slots < kernels.kv_tile or n_slots % ALIGNMENT:
         return None
-    shape = {
-        "n_rows": n_rows,
-        "n_kv_heads": kernels.n_kv_heads,
-        "group": kernels.group,
-        "row_tile": folded_rows,
-        "n_workers": kernels.n_workers,
-    }
     try:
         schedule = build_schedule(
             np.asarray(segments, np.int32).reshape(-1, 4),
+            n_rows=n_rows,
             n_slots=n_slots,
+            n_kv_heads=kernels.n_kv_heads,
+            group=kernels.group,
+            row_tile=folded_rows,
             kv_tile=kernels.kv_tile,
-            capacity=capacity_for(max_segments=max_segments, **shape),
+            n_workers=kernels.n_workers,
+            capacity=_capacity(kernels, n_rows, max_segments, folded_rows, levels),
             diagonals=None if diagonals is None else np.asarray(diagonals, np.int32),
-            **shape,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return jax.tree.map(jnp.asarray, schedule)
+
+
+def _capacity(
+    kernels: KernelShape, n_rows: int, max_segments: int, folded_rows: int, levels: int
+) -> Capacity:
+    return capacity_for(
+        n_rows=n_rows,
+        n_kv_heads=kernels.n_kv_heads,
+        group=kernels.group,
+        row_tile=folded_rows,
+        n_workers=kernels.n_workers,
+        max_segments=max_segments,
+        levels=levels,
+    )
 
 
 def make_work_list(

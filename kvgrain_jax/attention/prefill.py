@@ -19,15 +19,16 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from kvgrain_jax.attention.decode import page_slots
 from kvgrain_jax.attention.partial import AttentionPartial
 from kvgrain_jax.attention.plan import (
-    HotPiece,
+    DENSE_FOLDED_ROWS,
+    MAX_LEVELS,
     KernelShape,
-    Segment,
     Tiling,
     WorkList,
-    find_segments,
     make_schedule,
     make_work_list,
+    plan_holds,
 )
+from kvgrain_jax.attention.segments import HotPiece, Segment, segments_that_fit
 from pallas_kernels import merge_row_partials, segment_partials
 from pallas_kernels.row_partials import RowPartials
 
@@ -105,22 +106,31 @@ def make_prefill_plan(
       n_slots: ``N``, slots of the pool.
       max_parts: requests in a chunk at most.
       max_pieces: contiguous segments of a chunk at most, beyond one for each request; the innermost
-        pieces of a chunk that has more are read through the page tables.
+        pieces of a chunk that has more, or deeper ones than the plan has room for, are read through
+        the page tables.
       tiling: tile of the work lists.
       kernels: shape to schedule the GPU kernels for.
     """
     max_hot = max_parts + max_pieces
-    pieces = [_earlier(part) for part in parts]
-    shared = find_segments(pieces)
-    while len(shared) > max_hot:
-        depth = max(map(len, pieces)) - 1
-        pieces = [of_part[:depth] for of_part in pieces]
-        shared = find_segments(pieces)
     ends = np.cumsum([0, *(part.n_tokens for part in parts)]).tolist()
-    hot = [
-        Segment(base, length, ends[first], ends[first + n] - ends[first])
-        for base, length, first, n in shared
-    ]
+
+    def of_tokens(segments: Sequence[Segment]) -> list[Segment]:
+        return [
+            Segment(base, length, ends[first], ends[first + n] - ends[first])
+            for base, length, first, n in segments
+        ]
+
+    def fits(segments: Sequence[Segment]) -> bool:
+        return plan_holds(
+            of_tokens(segments),
+            kernels,
+            n_rows=n_tokens,
+            max_segments=max_hot,
+            tiles=(DENSE_FOLDED_ROWS,),
+        )
+
+    shared, pieces = segments_that_fit([_earlier(part) for part in parts], fits)
+    hot = of_tokens(shared)
     cold, own = [], []
     for part, of_part, token in zip(parts, pieces, ends, strict=False):
         contiguous = sum(piece.length for piece in of_part)
@@ -129,7 +139,7 @@ def make_prefill_plan(
             cold.append(Segment(base, part.first - contiguous, token, part.n_tokens))
         own.append(Segment(token, part.n_tokens, token, part.n_tokens))
 
-    def work(segments, n_slots, max_segments, causal=False):
+    def work(segments, n_slots, max_segments, levels=1, causal=False):
         table = np.zeros((max_segments, 4), np.int32)
         table[: len(segments)] = np.asarray(segments, np.int32).reshape(-1, 4)
         tile = Tiling(min(tiling.row_tile, n_tokens), min(tiling.kv_tile, n_slots))
@@ -151,13 +161,14 @@ def make_prefill_plan(
                     n_rows=n_tokens,
                     n_slots=n_slots,
                     max_segments=max_segments,
+                    levels=levels,
                     diagonals=[segment.base for segment in segments] if causal else None,
                 ),
             ),
         )
 
     return PrefillPlan(
-        hot=work(hot, n_slots, max_hot),
+        hot=work(hot, n_slots, max_hot, levels=MAX_LEVELS),
         cold=work(cold, n_rows * row_tokens, max_parts),
         own=work(own, n_tokens, max_parts, causal=True),
     )

@@ -20,13 +20,13 @@ from jaxtyping import Array, Float, Int
 from kvgrain_jax.attention.plan import (
     DENSE_FOLDED_ROWS,
     KernelShape,
-    Segment,
     Tiling,
     WorkList,
     kernel_shape,
     make_work_list,
 )
 from kvgrain_jax.attention.prefill import PREFILL_TILING, SegmentWork
+from kvgrain_jax.attention.segments import Segment
 from pallas_kernels import segment_partials
 from pallas_kernels.row_partials import RowPartials
 from pallas_kernels.segment_attention import Schedule

@@ -22,12 +22,12 @@ from jaxtyping import Array, Float, Int
 from kvgrain_jax.attention.plan import (
     DENSE_TILING,
     KernelShape,
-    Segment,
     Tiling,
     make_work_list,
     work_capacity,
 )
 from kvgrain_jax.attention.prefill import SegmentWork
+from kvgrain_jax.attention.segments import Segment
 from kvgrain_jax.budgets import pool, ragged
 from kvgrain_jax.budgets.pool import HeadKV
 from pallas_kernels.row_partials import RowPartials

@@ -14,9 +14,10 @@ from kvgrain_jax.attention import (
     KernelShape,
     Occupancy,
     Segment,
-    find_segments,
     make_choices,
     make_plan,
+    plan_holds,
+    segments_that_fit,
 )
 from kvgrain_jax.engine.metrics import RequestMetrics
 from kvgrain_jax.engine.request import Request
@@ -131,8 +132,8 @@ def plan_batch(
       rule: chooses the backends. Where it has only ``cascade16``, what all rows have in common is
         shared through the pages of row 0; else the HOT pieces of each prefix class are.
       group: ``G``, query heads of one KV head.
-      max_segments: segments of a plan at most. Where there are more, the innermost pieces are
-        read through the rows' page tables instead.
+      max_segments: segments of a plan at most. Where there are more, or they nest deeper than the
+        plan has room for, the innermost pieces are read through the rows' page tables instead.
       kernels: shape to schedule the GPU kernels for.
     """
     decoding = [row for row in rows if row and row.decoding]
@@ -151,11 +152,10 @@ def plan_batch(
         n_slots = cache.row_pages * cache.geometry.page_size
     else:
         pieces = [[HotPiece(*p) for p in cache.hot_pieces(row.reservation)] for row in decoding]
-        depth = max((len(p) for p in pieces), default=0)
-        segments = find_segments(pieces)
-        while len(segments) > max_segments:
-            depth -= 1
-            segments = find_segments([p[:depth] for p in pieces])
+        fits = functools.partial(
+            plan_holds, kernels=kernels, n_rows=len(rows), max_segments=max_segments
+        )
+        segments, _ = segments_that_fit(pieces, fits)
     starts = np.zeros(len(rows), np.int64)
     for segment in segments:
         starts[segment.first_row : segment.first_row + segment.n_rows] += segment.length

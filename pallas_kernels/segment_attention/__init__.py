@@ -6,4 +6,5 @@ from pallas_kernels.segment_attention.schedule import Capacity as Capacity
 from pallas_kernels.segment_attention.schedule import Schedule as Schedule
 from pallas_kernels.segment_attention.schedule import build_schedule as build_schedule
 from pallas_kernels.segment_attention.schedule import capacity_for as capacity_for
+from pallas_kernels.segment_attention.schedule import has_room as has_room
 from pallas_kernels.segment_attention.schedule import tiles_for as tiles_for

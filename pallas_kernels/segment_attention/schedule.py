@@ -219,15 +219,34 @@ def capacity_for(
     row_tile: int,
     n_workers: int,
     max_segments: int,
+    levels: int = 1,
     max_pieces: int = 32,
 ) -> Capacity:
-    """Sizes that hold any ``max_segments`` segments that do not nest, and most that do.
+    """Sizes that hold any ``max_segments`` segments that nest ``levels`` deep at most.
 
-    Unnested segments need at most ``ceil(B / R) + max_segments`` tiles of ``R`` rows. A row's keys
-    are cut into at most ``max_pieces`` pieces; more than 32 pay off on no device measured.
+    Those of one level need at most ``ceil(B / R)`` tiles of ``R`` rows, and each segment one more. A
+    row's keys are cut into at most ``max_pieces`` pieces; more than 32 pay off on no device measured.
     """
-    tiles = -(-n_rows // rows_of_tile(row_tile, group)) + max_segments
+    tiles = levels * -(-n_rows // rows_of_tile(row_tile, group)) + max_segments
     return Capacity(tiles * n_kv_heads + 3 * n_workers, max_pieces)
+
+
+def has_room(
+    capacity: Capacity,
+    segments: Int[np.ndarray, "C 4"],
+    *,
+    n_kv_heads: int,
+    group: int,
+    row_tile: int,
+) -> bool:
+    """Whether ``build_schedule`` surely takes segments with that capacity."""
+    _, _, first, n = np.asarray(segments, np.int64).reshape(-1, 4).T
+    tiles = -(-n // rows_of_tile(row_tile, group))
+    change = np.zeros(int((first + n).max(initial=0)) + 1, np.int64)
+    np.add.at(change, first, 1)
+    np.add.at(change, first + n, -1)
+    deepest = int(np.cumsum(change).max())
+    return int(tiles.sum()) * n_kv_heads <= capacity.items and deepest <= capacity.pieces
 
 
 @dataclasses.dataclass(frozen=True)

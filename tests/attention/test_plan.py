@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvgrain_jax import ConfigError, Segment, find_segments, make_plan
-from kvgrain_jax.attention.plan import HotPiece, Tiling, make_work_list, work_capacity
+from kvgrain_jax.attention import HotPiece, KernelShape, plan_holds, segments_that_fit
+from kvgrain_jax.attention.plan import Tiling, make_work_list, work_capacity
 
 A, B, C = HotPiece(1, 0, 100), HotPiece(2, 128, 50), HotPiece(3, 256, 30)
 
@@ -71,6 +72,31 @@ def test_segment_outside_the_batch_or_the_pool_is_refused(segment):
 def test_more_segments_than_the_plan_holds_are_refused():
     with pytest.raises(ConfigError, match="3 segments"):
         make_plan([Segment(0, 1, 0, 1)] * 3, n_rows=4, n_slots=64, max_segments=2)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2), max_size=7), min_size=1, max_size=40))
+def test_pieces_that_nest_too_deeply_for_the_kernels_are_left_to_the_pages(names):
+    kernels = KernelShape(n_kv_heads=2, group=16, head_dim=128, n_workers=2)
+    n_rows, max_segments = len(names), 6
+    bases: dict[tuple[int, ...], int] = {}
+    rows = []
+    for path in sorted(names):
+        nodes = [tuple(path[: depth + 1]) for depth in range(len(path))]
+        rows.append([HotPiece(0, 128 * bases.setdefault(n, len(bases)), 100) for n in nodes])
+    segments, kept = segments_that_fit(
+        rows,
+        lambda segments: plan_holds(segments, kernels, n_rows=n_rows, max_segments=max_segments),
+    )
+    plan = make_plan(
+        segments,
+        n_rows=n_rows,
+        n_slots=128 * (len(bases) + 1),
+        max_segments=max_segments,
+        kernels=kernels,
+    )
+    assert plan.starts.tolist() == [100 * len(pieces) for pieces in kept]
+    assert all(row[: len(pieces)] == pieces for row, pieces in zip(rows, kept, strict=True))
 
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 90), st.integers(1, 9)), min_size=1, max_size=5)

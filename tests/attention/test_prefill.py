@@ -5,7 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvgrain_jax.attention import ChunkPart, HotPiece, make_prefill_plan, prefill_attention
+from kvgrain_jax.attention import (
+    ChunkPart,
+    HotPiece,
+    KernelShape,
+    make_prefill_plan,
+    prefill_attention,
+)
 from kvgrain_jax.attention.plan import Tiling
 from tests.kernels.kernel_reference import attend_slots
 
@@ -127,6 +133,24 @@ def test_requests_behind_one_prefix_share_its_segment():
     )
     assert plan.hot.segments[:2].tolist() == [[0, 33, 0, 18], [0, 0, 0, 0]]
     check(parts, tables, 24)
+
+
+@pytest.mark.parametrize(("depth", "contiguous"), [(1, 64), (3, 192), (5, 192)])
+def test_a_full_chunk_reads_three_nested_levels_as_contiguous_ones(depth, contiguous):
+    pieces = tuple(HotPiece(i, 64 * i, 64) for i in range(0, 2 * depth, 2))
+    parts = [ChunkPart(row, 64 * depth, 512, pieces) for row in range(8)]
+    plan = make_prefill_plan(
+        parts,
+        n_tokens=4096,
+        n_rows=8,
+        row_tokens=2048,
+        n_slots=1024,
+        max_parts=8,
+        max_pieces=8,
+        kernels=KernelShape(n_kv_heads=8, group=4, head_dim=128, n_workers=132),
+    )
+    assert plan.hot.segments[:, 1].sum() == contiguous
+    assert plan.cold.segments[0, 1] == 64 * depth - contiguous
 
 
 def test_pieces_that_the_plan_does_not_hold_are_read_through_the_pages():

@@ -5,8 +5,7 @@ import pytest
 from watched_cache import COLD_PAGES, HOT_PAGES, WatchedCache
 
 from kvgrain_jax import KVGrainError, Request, RequestError
-from kvgrain_jax.attention import find_segments
-from kvgrain_jax.attention.plan import HotPiece
+from kvgrain_jax.attention import HotPiece, find_segments
 from kvgrain_jax.engine.scheduler import Admission, Scheduler
 
 
