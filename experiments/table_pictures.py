@@ -6,12 +6,14 @@ read in grey. What the paper printed is hollow.
 
 import itertools
 import pathlib
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 
 from experiments.pictures import OTHERS, SYSTEMS
 from experiments.table_markdown import label, value_text
@@ -105,39 +107,52 @@ def _ladder(x: str, metric: str, *, log: bool = True) -> Callable[..., None]:
         axis.set_ylabel(METRICS[metric][0].format(reference=config["reference"]))
         if metric in ("speedup", "to_cascade"):
             axis.axhline(1, color="black", linewidth=0.6)
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
         axis.set_title(f"at {label(top)}" if top else "", fontsize=10, loc="left")
 
     return panel
 
 
 def _bars(metric: str) -> Callable[..., None]:
-    """A metric for each cell, one bar a variant."""
+    """A metric for each cell, one bar a variant; where there is one cell, the names stand below."""
 
     def panel(axis: Axes, config: Mapping[str, Any], rows, series, styles) -> None:
-        cells = list(dict.fromkeys(label(row["cell"]) for row in rows))
+        several = len({row["how"] for row in rows}) > 1
+        texts = [label(r["cell"]) + (f", {r['how']}" if several else "") for r in rows]
+        cells = list(dict.fromkeys(texts))
         names = [name for name in styles if any(row["variant"] == name for row in rows)]
         width = 0.8 / max(1, len(names))
-        for index, name in enumerate(names):
-            own = {label(r["cell"]): mean(r, metric) for r in rows if r["variant"] == name}
-            at = np.arange(len(cells)) + (index - (len(names) - 1) / 2) * width
-            heights = [own.get(cell) or 0.0 for cell in cells]
+        offsets = (np.arange(len(names)) - (len(names) - 1) / 2) * width
+        for name, offset in zip(names, offsets, strict=True):
+            pairs = zip(texts, rows, strict=True)
+            own = {text: mean(r, metric) for text, r in pairs if r["variant"] == name}
             style = styles[name]
             bars = axis.bar(
-                at,
-                heights,
+                np.arange(len(cells)) + offset,
+                [own.get(cell) or 0.0 for cell in cells],
                 width,
-                label=name,
+                label=name if len(cells) > 1 else None,
                 color=style["color"],
                 hatch=style["hatch"],
                 edgecolor="white",
             )
-            axis.bar_label(bars, [f"{h:.3g}" for h in heights], fontsize=7)
-        axis.set_xticks(range(len(cells)), cells, fontsize=8)
+            axis.bar_label(bars, [_number(own.get(cell)) for cell in cells], fontsize=7)
+        if len(cells) == 1:
+            axis.set_xticks(offsets, [textwrap.fill(name, 10) for name in names], fontsize=8)
+            axis.set_xlabel(cells[0])
+        else:
+            axis.set_xticks(range(len(cells)), cells, fontsize=8)
         axis.set_ylabel(METRICS[metric][0].format(reference=config["reference"]))
-        axis.margins(y=0.3)
+        axis.margins(y=0.1 if len(cells) == 1 else 0.3)
 
     return panel
+
+
+def _number(value: float | None) -> str:
+    """A number above its bar; none where nothing was measured."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _overhead(axis: Axes, config, rows: Sequence[Row], series, styles) -> None:
@@ -210,7 +225,12 @@ def _occupancy(axis: Axes, config, rows, series: Series, styles) -> None:
         )
         if any(found["lent_tokens"]):
             axis.step(
-                found["time_s"], found["lent_tokens"], "k--", where="post", label="lent to COLD"
+                found["time_s"],
+                found["lent_tokens"],
+                "k--",
+                where="post",
+                label="lent to COLD",
+                path_effects=[withStroke(linewidth=3.5, foreground="white")],
             )
     axis.set_xlabel("time, s")
     axis.set_ylabel("tokens in use")

@@ -1,6 +1,7 @@
 """Picture of ``tangram_attention``: latency over batch and over eviction, and the parts of one layer.
 
-Rows of the experiment enter, a PNG leaves: the shapes of the paper's Figures 5 and 13.
+Rows of the experiment enter, a PNG leaves: the shapes of the paper's Figures 5 and 13; of Table 1, where the
+rest of the step was timed, what a whole step consists of.
 """
 
 import pathlib
@@ -19,11 +20,20 @@ STYLES = {
     "aot": ("#0b4f8a", "", "split table, ahead of time"),
 }
 PLAN = "#d9a8c4"
+# The same of the parts of a whole step, from below.
+STEP_PARTS = {
+    "rest_ms": ("#b8b8b8", "", "rest of the step"),
+    "attention_ms": ("#0b4f8a", "", "attention"),
+    "plan_ms": ("#8c3b68", "...", "planning on the host"),
+    "upload_ms": (PLAN, "xxx", "upload of the plan"),
+}
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: pathlib.Path, bar: float) -> pathlib.Path:
     """Draws the rows that were timed; see ``attention``."""
     timed = [row for row in rows if "total_ms" in row and row["method"] in STYLES]
+    if any("rest_ms" in row for row in timed):
+        return _draw_steps(timed, path)
     names = list(dict.fromkeys(row["model"] for row in timed))
     figure = Figure(figsize=(15.5, 4.2 * max(1, len(names))), layout="constrained")
     axes = figure.subplots(max(1, len(names)), 3, squeeze=False)
@@ -44,6 +54,49 @@ def draw(rows: Sequence[Mapping[str, Any]], path: pathlib.Path, bar: float) -> p
     return path
 
 
+def _draw_steps(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> pathlib.Path:
+    """One bar for each model, cell and method: the parts of a whole step, and the share of planning."""
+    figure = Figure(figsize=(1.3 * len(rows) + 3.5, 4.6), layout="constrained")
+    axis = figure.subplots()
+    floor = np.zeros(len(rows))
+    for part, (colour, hatch, label) in STEP_PARTS.items():
+        heights = np.array([row.get(part, 0.0) for row in rows])
+        axis.bar(
+            range(len(rows)),
+            heights,
+            0.7,
+            floor,
+            color=colour,
+            hatch=hatch,
+            edgecolor="white",
+            label=label,
+        )
+        floor += heights
+    for x, (top, row) in enumerate(zip(floor, rows, strict=True)):
+        share = f"\nplanning {row['plan_share']:.0%}" if row["plan_share"] else ""
+        axis.annotate(
+            f"{top:.2f} ms{share}",
+            (x, top),
+            (0, 2),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+        )
+    names = [
+        f"{STYLES[row['method']][2].replace(', ', ',\n')}\n{row['model']}\n"
+        f"{row['context']:,} tokens, B {row['batch']}\n{1 - row['retention']:.0%} evicted"
+        for row in rows
+    ]
+    axis.set_xticks(range(len(rows)), names, fontsize=8)
+    axis.set_ylabel("ms a step")
+    axis.set_ylim(0, 1.15 * floor.max())
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.suptitle("A decode step and what planning takes of it", fontsize=12, x=0.01, ha="left")
+    figure.savefig(path, dpi=150)
+    return path
+
+
 def _most_common(
     rows: Sequence[Mapping[str, Any]], field: str, name: str
 ) -> tuple[str, dict[str, Any], str]:
@@ -55,7 +108,10 @@ def _most_common(
     # Of several the longest context, the largest batch.
     chosen = max(values, key=lambda key: (len(values[key]), key))
     fixed = dict(zip(others, chosen, strict=True))
-    shown = ", ".join(f"{other} {value}" for other, value in fixed.items())
+    shown = ", ".join(
+        f"{other} {value:,}" if other != "retention" else f"{1 - value:.0%} evicted"
+        for other, value in fixed.items()
+    )
     return field, fixed, f"{name}: {shown}"
 
 
@@ -115,12 +171,12 @@ def _over(
 
 
 def _parts(axis: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Tokens of each program of a layer, most first, in the cell where one split fits worst."""
+    """Tokens of each program of a layer, most first, in the cell where one split costs most."""
     static = [row for row in rows if row["method"] == "static"]
     if not static:
         axis.axis("off")
         return
-    worst = max(static, key=lambda row: row["imbalance"])
+    worst = max(static, key=lambda row: row.get("over_uniform", row["imbalance"]))
     cell = {name: worst[name] for name in ("context", "batch", "retention")}
     for row in rows:
         if "parts" in row and all(row[name] == value for name, value in cell.items()):
@@ -138,7 +194,7 @@ def _parts(axis: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     axis.set_xlabel("program of one request, most tokens first")
     axis.set_ylabel("tokens")
     axis.set_title(
-        f"Each method's worst layer, {cell['context']} tokens, B {cell['batch']}, "
+        f"Each method's worst layer, {cell['context']:,} tokens, B {cell['batch']}, "
         f"{1 - cell['retention']:.0%} evicted",
         fontsize=10,
         loc="left",

@@ -11,6 +11,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from experiments.tangram_table import AXES, METRICS
 
@@ -91,6 +92,8 @@ def _bars(
         fmt=lambda value: f"{value:,.{0 if value >= 10 or value == round(value) else 2}f}",
         fontsize=8,
     )
+    if all(row[metric] == round(row[metric]) for row in own):
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_title(METRICS[metric][0], fontsize=11, loc="left")
 
 
@@ -111,6 +114,16 @@ def _stack(
             label=METRICS[part][0],
         )
         floor = [a + b for a, b in zip(floor, heights, strict=True)]
+    for x, row in enumerate(rows):
+        top = row.get("total_ms", floor[x])
+        axis.annotate(
+            f"{top:.0f}",
+            (x, floor[x]),
+            (0, 2),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+        )
     axis.set_xticks(range(len(rows)), _names(picture, rows), fontsize=7)
     axis.set_ylabel("ms")
 

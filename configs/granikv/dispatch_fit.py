@@ -6,8 +6,8 @@
 
 Steady decode steps with each backend forced, over B 1 to 256; M_eff is B times the 4 query heads of a
 KV head. The dispatcher's threshold for a device is the M_eff from which the ratio stays below 1. About
-15 minutes on one H200, most of it compilation; 7 for the headline variant (B 8 to 256, as in the paper)
-(estimated, not measured).
+4 minutes on one H200 (estimated, not measured); 1, where programs were compiled before, for the headline
+variant (B 8 to 256, as in the paper).
 """
 
 from ml_collections import ConfigDict

@@ -6,8 +6,8 @@
 
 B requests over one prefix of P tokens arrive at once, each with 128 tokens of its own, and generate 256
 tokens: output tok/s, TPOT, and TTFT measured at the first streamed token, so that P 16K, which the paper
-left out for a fault of its measurement, is there as well. About 25 minutes on one H200, 10 for the
-headline cells (B 256, P 4K to 16K), compilation included (estimated, not measured).
+left out for a fault of its measurement, is there as well. About 12 minutes on one H200 (estimated, not
+measured), 3 for the headline cells (B 256, P 4K to 16K), compilation included.
 
 Where this differs: one repetition instead of three. The paper does not
 say how long its requests' own prompts are.

@@ -6,8 +6,8 @@
 
 500 requests under Poisson arrivals at saturation, each over one of k prefixes. The pool holds what the
 paper's A100-40GB had beside the weights, 148,480 tokens, so that k 64 (512K tokens of prefixes) exceeds
-it as it does there. About 40 minutes on one H200, most of it k 64, where every system computes prefixes
-again and again; 15 for the headline cells (k 1 and 4) (estimated, not measured).
+it as it does there. About 40 minutes on one H200 (estimated, not measured), most of it k 64, where every
+system computes prefixes again and again; 3 for the headline cells (k 1 and 4).
 
 Where this differs: one repetition instead of three; requests take the prefixes in turns.
 """

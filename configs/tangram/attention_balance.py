@@ -6,9 +6,11 @@
 
 FILE is ``profile.npz`` of ``tools/head_group_clustering/cluster_maps/fastkvzip/qwen3-4b-instruct-2507`` in
 github.com/aiha-lab/TANGRAM (Apache-2.0); of other models its fractions are resampled. Without one they are
-made up. Some 3 minutes on one H200 (estimated, not measured), a few seconds in the smoke variant on
-a CPU. The goal is ``aot`` within 1.08 of ``uniform`` at 100K tokens, batch 4, a quarter kept (the
-variant ``bar``: that cell and half kept, every kernel); the paper has one split for all heads at 1.4 to 1.7.
+made up. 37 seconds on one H200, 75 for ``bar``; a few seconds in the smoke variant on a CPU. The goal is
+``aot`` within 1.08 of ``uniform`` at 100K tokens, batch 4, a quarter kept (the variant ``bar``: that cell and
+half kept, every kernel); the paper has one split for all heads at 1.4 to 1.7. Expect ``aot`` at 1.03 to 1.11
+from batch 4 on, and at 1.3 to 1.7 for a single request, whose longest head has hundreds of parts to merge;
+``results/h200/tangram`` says more.
 """
 
 from ml_collections import ConfigDict

@@ -7,10 +7,10 @@
     python -m experiments.tangram --config=configs/tangram/both_axes.py:smoke
 
 FILE as for ``throughput.py``. Variants are ``qwen3-4b`` and ``qwen2.5-7b``: 16 requests with suffixes of 128
-tokens behind one prefix of 16K, 75% evicted, about 2 minutes on one H200 (estimated, not measured); and
+tokens behind one prefix of 16K, 75% evicted, 2.7 minutes on one H200 for Qwen2.5-7B; and
 ``demo``: two questions to each of four agents on SmolLM2-135M-Instruct, half of each system prompt kept,
-six minutes on two busy CPU cores. Expect ``shared`` to hold least and, on a GPU, to be
-fastest.
+six minutes on two busy CPU cores. Expect ``shared`` to hold least and, on a GPU, to be as
+fast as ``granikv``.
 
 The paper has no such system. ``same tokens`` compares answers with those of the whole cache, and says
 something about accuracy in ``demo`` only, where the weights are real.

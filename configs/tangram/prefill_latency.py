@@ -5,8 +5,8 @@
         --config.profile.path=FILE
     python -m experiments.tangram --config=configs/tangram/prefill_latency.py:smoke
 
-FILE as for ``throughput.py``. Variants are ``qwen3-4b`` and ``qwen2.5-7b``. Per model about 1.5 minutes on one
-H200 (estimated, not measured). Expect static budgets to reclaim nothing.
+FILE as for ``throughput.py``. Variants are ``qwen3-4b`` and ``qwen2.5-7b``. Qwen2.5-7B takes 71 seconds on
+one H200. Expect static budgets to reclaim nothing.
 
 ``full`` compresses nothing. Eviction of static budgets happens inside the model's program and is part of
 its time. The row with ``key_norm`` has a scorer that costs next to nothing: what separates it from
