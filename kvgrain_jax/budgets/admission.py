@@ -3,6 +3,10 @@
 A request is admitted when the pages of all its head groups, those that decoding will fill included,
 are free; they are taken at once and given back at once. Nothing is ever reclaimed while it runs, so
 an admitted request always finishes. Source: Tangram §4.1.2, Equation 1.
+
+Between its turns a conversation's pages stay as long as nobody needs them. Where more conversations take
+turns than the pool holds, first come, first served drops each one's pages just before its next turn; so a
+turn whose pages are still there goes before a request that would drop them, ``patience`` times at most.
 """
 
 import dataclasses
@@ -74,6 +78,7 @@ class Sequence:
       fills: the prefix whose slab this sequence computes, if it does.
       tokens: generated tokens.
       order: place in the order of admission.
+      passed: requests that went before it though it came first.
       plans: what every head holds around each span, ``Sequence.spans`` in that order.
       span: the span that is computed next, or behind the last.
       done: tokens of it that are computed.
@@ -91,6 +96,7 @@ class Sequence:
     fills: SharedPrefix | None = None
     tokens: list[int] = dataclasses.field(default_factory=list)
     order: int = 0
+    passed: int = 0
     plans: list[SpanPlan] = dataclasses.field(default_factory=list)
     span: int = 0
     done: int = 0
@@ -136,13 +142,14 @@ class Sequence:
 
 
 class HeadScheduler(Line[Sequence, Sequence]):
-    """First come, first served; an admitted request can always finish.
+    """First come, first served but for turns whose pages are there; who is admitted can always finish.
 
     Args:
       ledger: the pool.
       groups: the head groups.
       policy: what turns keep.
       max_rows: requests that run at once.
+      patience: how many requests may go before one that came first.
 
     Attributes:
       waiting: requests that are not yet admitted.
@@ -150,8 +157,17 @@ class HeadScheduler(Line[Sequence, Sequence]):
       conversations: by name, least recently used first.
     """
 
-    def __init__(self, ledger: HeadLedger, groups: HeadGroups, *, policy: str, max_rows: int):
+    def __init__(
+        self,
+        ledger: HeadLedger,
+        groups: HeadGroups,
+        *,
+        policy: str,
+        max_rows: int,
+        patience: int = 0,
+    ):
         super().__init__(max_rows)
+        self.patience = patience
         self.ledger = ledger
         self.groups = groups
         self.policy = policy
@@ -183,9 +199,10 @@ class HeadScheduler(Line[Sequence, Sequence]):
           The rows that requests moved into.
         """
         new = []
-        while self.waiting and None in self.rows and self._reserve(self.waiting[0]):
+        while self.waiting and None in self.rows and (row := self._reserve_next()):
             index = self.rows.index(None)
-            self.rows[index] = self.waiting.popleft()
+            self.waiting.remove(row)
+            self.rows[index] = row
             new.append(index)
         return new
 
@@ -236,9 +253,24 @@ class HeadScheduler(Line[Sequence, Sequence]):
             self.ledger.release(talk.cache.table, talk.cache.n_pages)
             talk.cache = None
 
-    def _reserve(self, row: Sequence) -> bool:
-        if row.prefix and not row.prefix.ready:
-            return False
+    def _reserve_next(self) -> Sequence | None:
+        """Reserve the pages of the request to admit next; None where none can be admitted."""
+        first = self.waiting[0]
+        if first.prefix and not first.prefix.ready:
+            return None
+        if first.passed < self.patience:
+            if self._reserve(first, spare_waiting=True):
+                return first
+            for row in self.waiting:
+                kept = row.conversation and row.conversation.cache
+                if row is not first and kept and self._reserve(row, spare_waiting=True):
+                    first.passed += 1
+                    return row
+        return first if self._reserve(first) else None
+
+    def _reserve(self, row: Sequence, *, spare_waiting: bool = False) -> bool:
+        """Take a request's pages, dropping idle conversations; not those that wait for a turn, if so
+        asked, else those last."""
         cache = row.conversation.cache if row.conversation else None
         start = len(row.conversation.spans) if row.conversation and cache else 0
         plans = self._plan(row)
@@ -246,6 +278,9 @@ class HeadScheduler(Line[Sequence, Sequence]):
         if cache:
             pages = np.maximum(pages, cache.pages)
         idle = [t for t in self.conversations.values() if t.cache and t is not row.conversation]
+        if spare_waiting:
+            idle = [talk for talk in idle if not talk.busy]
+        idle.sort(key=lambda talk: talk.busy)
         need = int(pages.sum()) - (cache.n_pages if cache else 0)
         if need > self.ledger.free + sum(t.cache.n_pages for t in idle if t.cache):
             return False

@@ -78,7 +78,13 @@ class HeadEngine(Serving[HeadScheduler]):
             2 * plan.demands.size * model.head_dim * jnp.dtype(config.kv_dtype).itemsize
         )
         super().__init__(
-            HeadScheduler(self.ledger, groups, policy=config.turns, max_rows=config.max_batch),
+            HeadScheduler(
+                self.ledger,
+                groups,
+                policy=config.turns,
+                max_rows=config.max_batch,
+                patience=config.patience,
+            ),
             bytes_per_token,
         )
 

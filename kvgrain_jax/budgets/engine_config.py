@@ -35,6 +35,8 @@ class HeadEngineConfig:
       greedy: serve greedy requests only: no program then has a branch for drawing tokens, for which
         a GPU waits for the host.
       turns: what later turns of a conversation keep, see ``kvgrain_jax.budgets.turns``.
+      patience: turns of conversations whose pages are still there that may go before a request which
+        would drop them; 0 is first come, first served.
       floors: what a head may hold while its prompt is computed, see ``SpanPlan.held``.
       n_blocks: blocks of the decode kernel that the device runs at once, which the rows of a batch
         share: the split table is made for them. None asks the device; 0 cuts nothing.
@@ -61,6 +63,7 @@ class HeadEngineConfig:
     slab_align: int = 64
     greedy: bool = False
     turns: str = "first_prompt_only"
+    patience: int = 64
     floors: str = "final"
     n_blocks: int | None = None
     balance: str = "budgets"
@@ -82,6 +85,8 @@ class HeadEngineConfig:
             raise ConfigError(f"max_context is {self.max_context}; give at least 1.")
         if self.n_blocks is not None and self.n_blocks < 0:
             raise ConfigError(f"n_blocks is {self.n_blocks}; give a number of blocks, or 0.")
+        if self.patience < 0:
+            raise ConfigError(f"patience is {self.patience}; give a number of requests, or 0.")
         for name, options in (
             ("turns", TURN_POLICIES),
             ("floors", FLOORS),

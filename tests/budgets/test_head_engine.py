@@ -259,6 +259,25 @@ def test_waiting_turns_never_hold_each_other_up():
     assert tokens["second 0"] == tokens["second 1"]
 
 
+@pytest.mark.parametrize(
+    ("patience", "order"),
+    [
+        (0, ["large", "second 0", "second 1"]),
+        (1, ["second 0", "large", "second 1"]),
+        (2, ["second 0", "second 1", "large"]),
+    ],
+)
+def test_turns_whose_pages_are_there_go_before_a_request_that_would_drop_them(patience, order):
+    engine = make_engine(0.4, patience=patience, max_batch=1)
+    occupy(engine, 48)
+    for i in range(2):
+        say(engine, f"first {i}", TURNS[0], f"talk {i}", new=2)
+    engine.submit(ask("large", text(60, 90)))
+    for i in range(2):
+        engine.submit(ask(f"second {i}", TURNS[1], new=2), conversation=f"talk {i}")
+    assert list(serve(engine, check=False)) == order
+
+
 # -- bad input ---------------------------------------------------------------------------------------
 
 
