@@ -12,19 +12,25 @@ from pallas_kernels import triton_blocks as blocks
 
 CHUNK_ELEMENTS_PER_WARP = 2048  # partials read at once: 64 registers of each thread
 NUM_WARPS = 4
+# Where rows times KV heads are fewer and have many partials, most of a device would wait for a few
+# programs: each query head then has one of its own, which reads more partials at once.
+FEW_PROGRAMS, MANY_PARTIALS = 256, 64
 
 
 def merge_row_partials(parts, *, n_heads, out_dtype, interpret=False):  # parts: RowPartials
     """See ``api.merge_row_partials``."""
     n_rows, n_kv_heads, _ = parts[0].places.shape
     head_dim = parts[0].outs.shape[-1]
+    group = n_heads // n_kv_heads
+    many = max(part.places.shape[-1] for part in parts) > MANY_PARTIALS
+    members = 1 if many and n_rows * n_kv_heads < FEW_PROGRAMS else group
     return blocks.call(
-        functools.partial(_kernel, group=n_heads // n_kv_heads),
+        functools.partial(_kernel, group=group, members=members),
         out_shape=(
             jax.ShapeDtypeStruct((n_rows, n_heads, head_dim), out_dtype),
             jax.ShapeDtypeStruct((n_rows, n_heads), jnp.float32),
         ),
-        grid=(n_kv_heads, n_rows),
+        grid=(n_heads // members, n_rows),
         num_warps=NUM_WARPS,
         num_stages=2,
         interpret=interpret,
@@ -36,16 +42,19 @@ def operands(part):
     return part.outs, part.lses, part.places, part.counts
 
 
-def _kernel(parts, out_ref, lse_ref, *, group):  # operands of each part; [B, H, D], [B, H]
-    head, row = pl.program_id(0), pl.program_id(1)
-    rows, columns = blocks.padded(group, least=1), blocks.padded(out_ref.shape[-1])
+def _kernel(parts, out_ref, lse_ref, *, group, members):
+    """``parts``: operands of each; ``out_ref [B, H, D]``; ``lse_ref [B, H]``."""
+    tile, row = pl.program_id(0), pl.program_id(1)
+    head = lax.div(tile * members, group)
+    first = tile * members - head * group
+    rows, columns = blocks.padded(members, least=1), blocks.padded(out_ref.shape[-1])
     state = blocks.initial(rows, columns)
     for part in parts:
-        state = take_in(state, part, row, head, group=group, num_warps=NUM_WARPS)
-    store(state, out_ref, lse_ref, row, head, group=group)
+        state = take_in(state, part, row, head, first, group=members, num_warps=NUM_WARPS)
+    store(state, out_ref, lse_ref, row, tile, group=members)
 
 
-def take_in(state, part, row, head, *, group, num_warps):
+def take_in(state, part, row, head, first_member=0, *, group, num_warps):
     """Take in the partials that one row and KV head has.
 
     Args:
@@ -53,7 +62,8 @@ def take_in(state, part, row, head, *, group, num_warps):
       part: refs of ``operands``: ``[I, D]``, ``[I]``, ``[B, K, S]``, ``[B, K]``.
       row: of the batch.
       head: KV head.
-      group: ``G``.
+      first_member: of its group, of those that the state holds.
+      group: how many those are, ``G`` for the whole group.
       num_warps: of the program.
     """
     outs_ref, lses_ref, places_ref, counts_ref = part
@@ -70,7 +80,7 @@ def take_in(state, part, row, head, *, group, num_warps):
         index = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
         first = plt.load(places_ref.at[row, head, index], mask=index < n_places, other=-1)
         present = (first >= 0)[:, None] & (member < group)[None, :]
-        place = first[:, None] + member[None, :]
+        place = first[:, None] + first_member + member[None, :]
         lse = plt.load(lses_ref.at[place], mask=present, other=-jnp.inf) * blocks.LOG2E
         parts = plt.load(
             outs_ref.at[place[:, :, None], column[None, None, :]],

@@ -70,6 +70,10 @@ class RowMergeSuite(Suite):
     def test_partials_of_two_sources(self):
         self.check_rows([[1, 0], [0, 2]], [[0, 3], [0, 1]])
 
+    @essential
+    def test_more_partials_than_are_read_at_once(self):
+        self.check_rows([[70, 3], [0, 130]], [[1, 2], [0, 3]], group=3, head_dim=32)
+
     def test_no_row_has_partials(self):
         out, lse = self.check_rows([[0, 0], [0, 0]])
         assert (np.asarray(out) == 0).all()
