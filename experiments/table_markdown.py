@@ -111,7 +111,8 @@ def _origin(config: Mapping[str, Any], origins: Sequence[Mapping[str, Any]]) -> 
     }
     ours = "; ".join(sorted(where)) or "nothing measured yet"
     model = f"`{config['model']}` in {config['dtype']}"
-    command = f"`python -m experiments.tables --config=configs/granikv/{config['name']}.py`"
+    size = "" if config["size"] == "full" else f":{config['size']}"
+    command = f"`python -m experiments.tables --config=configs/granikv/{config['name']}.py{size}`"
     paper = " Paper: A100-SXM4-40GB." if config["paper"] else ""
     return [f"{command}: {model}. Ours: {ours}.{paper} A range in brackets is over repetitions."]
 

@@ -4,6 +4,7 @@ A table is a list of cells, each measured with several variants (systems, or set
 and perhaps repeated. Fields of a config:
 
   name, title    of the table; ``name`` is that of the config file.
+  size           ``full``, ``headline`` or ``smoke``: which of the file's tables it is.
   notes          sentences for the reader of the result: where our set-up differs.
   paper          names of the paper's tables, see ``experiments.paper_numbers``.
   platform       ``"gpu"``, or ``"any"`` for a table that can be made without one.
@@ -44,6 +45,7 @@ from kvgrain_jax.errors import ConfigError
 FIELDS = (
     "name",
     "title",
+    "size",
     "notes",
     "paper",
     "platform",
