@@ -112,7 +112,7 @@ class BatchPlan:
 
 def sort_key(cache: PrefixCache, row: Row) -> tuple:
     """Rows in the order of this key have those that share a prefix next to each other."""
-    return tuple(cache.hot_pieces(row.reservation))
+    return tuple(cache.contiguous_pieces(row.reservation))
 
 
 def plan_batch(
@@ -151,7 +151,9 @@ def plan_batch(
         segments = [Segment(0, common, 0, len(decoding))] if common else []
         n_slots = cache.row_pages * cache.geometry.page_size
     else:
-        pieces = [[HotPiece(*p) for p in cache.hot_pieces(row.reservation)] for row in decoding]
+        pieces = [
+            [HotPiece(*p) for p in cache.contiguous_pieces(row.reservation)] for row in decoding
+        ]
         fits = functools.partial(
             plan_holds, kernels=kernels, n_rows=len(rows), max_segments=max_segments
         )

@@ -133,7 +133,7 @@ class Scheduler(Line[Request, Row]):
         for index, row in prefill[: self.chunk_requests]:
             n = min(left, row.prompt.size - row.computed)
             if n:
-                hot = tuple(HotPiece(*p) for p in self.cache.hot_pieces(row.reservation))
+                hot = tuple(HotPiece(*p) for p in self.cache.contiguous_pieces(row.reservation))
                 parts.append(PromptPart(index, row.prompt, row.computed, n, hot))
             left -= n
         return parts

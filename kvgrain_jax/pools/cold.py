@@ -54,6 +54,32 @@ def allocate(
     )
 
 
+def allocate_run(state: ColdState, n: Int[Array, ""] | int) -> tuple[ColdState, Int[Array, ""]]:
+    """Take ``n`` consecutive pages out of the stack, the highest that there are.
+
+    Returns:
+      ``(state, first)``: the first of the pages; -1, and the state unchanged, where no ``n`` free pages
+      follow each other or ``n`` is below 1.
+    """
+    n_pages = state.free.shape[0]
+    place = jnp.arange(n_pages, dtype=jnp.int32)
+    is_free = place < state.n_free
+    ascending = jnp.sort(jnp.where(is_free, state.free, n_pages))
+    last = ascending.at[place + n - 1].get(mode="fill", fill_value=n_pages)
+    begins = (last < n_pages) & (last - ascending == n - 1)
+    ok = jnp.any(begins) & (n >= 1)
+    first = jnp.where(ok, jnp.max(jnp.where(begins, ascending, -1)), -1)
+    kept = is_free & ~(ok & (state.free >= first) & (state.free < first + n))
+    target = jnp.where(kept, jnp.cumsum(kept, dtype=jnp.int32) - 1, n_pages)
+    return (
+        ColdState(
+            free=state.free.at[target].set(state.free, mode="drop"),
+            n_free=jnp.sum(kept, dtype=jnp.int32),
+        ),
+        first,
+    )
+
+
 def release(state: ColdState, pages: Int[Array, "M"]) -> tuple[ColdState, Bool[Array, ""]]:
     """Push pages back; entries of -1 are skipped.
 

@@ -7,7 +7,8 @@
 
 An admitted request can always finish: the pages that it may still take while decoding are
 committed to it. Admission is HOT first with COLD as the fallback, and no live slab ever moves
-(GraniKV B.10); beyond the paper, a prefix in COLD may be promoted by one copy on the device.
+(GraniKV B.10). Beyond the paper, a prefix in COLD may be promoted by one copy on the device, and one that
+HOT has no room for takes consecutive COLD pages where there are such: it is then read as a slab is.
 
     HOT  |  slabs of the index, slabs of requests in prefill, free ranges, unused, lent  |
     COLD |  pages of the index, pages of requests, free pages                            |
@@ -90,7 +91,11 @@ class PrefixCache:
             return None
         n_shared = (slab.stop if slab else match.length) // page
         pages = np.empty(prompt_pages, np.int32)
-        self.ledger.take_pages(pages[n_shared:])
+        run = None if slab else self._reserve_run(node, declared)
+        n_taken = n_shared if run is None else n_shared + run.size
+        if run is not None:
+            pages[n_shared:n_taken] = run
+        self.ledger.take_pages(pages[n_taken:])
         self.ledger.outstanding += max_pages - prompt_pages
         promoted = self._promote_path(node)
         shared = [self.index.pages(node), slab.pages(page)] if slab else [self.index.pages(node)]
@@ -174,16 +179,19 @@ class PrefixCache:
         self.index.unlock(reservation.node)
         self.ledger.outstanding -= reservation.max_pages - len(reservation.pages)
 
-    def hot_pieces(self, reservation: Reservation) -> list[tuple[int, int, int]]:
+    def contiguous_pieces(self, reservation: Reservation) -> list[tuple[int, int, int]]:
         """Contiguous pieces ``(node id, base, length)`` at the front of the request's context.
 
-        The slab of a request in prefill comes last, under id -1: no other row shares it.
+        They are slabs, and of an engine that has a HOT pool the prefixes in consecutive COLD pages that
+        the policy would have in HOT. The slab of a request in prefill comes last, under id -1: no other
+        row shares it.
         """
         pieces = []
         for node in self.index.path(reservation.node):
-            if not isinstance(node.tag, Hot):
+            base = self._base(node)
+            if base is None:
                 return pieces
-            pieces.append((node.id, node.tag.base, node.length))
+            pieces.append((node.id, base, node.length))
         slab = reservation.slab
         if slab and isinstance(slab.tag, Hot) and not reservation.committed:
             pieces.append((-1, slab.tag.base, slab.length))
@@ -274,6 +282,22 @@ class PrefixCache:
             return None
         base = self._take_slab(n)
         return None if base is None else Piece(node.end, declared, Hot(base))
+
+    def _reserve_run(self, node: Node, declared: int) -> np.ndarray | None:
+        """Consecutive COLD pages for the declared tokens behind ``node``, if HOT should have them."""
+        n = declared - node.end
+        if n < 1 or not self.geometry.n_hot or not self.policy.wants_hot(1, True, n):
+            return None
+        return self.ledger.take_run(n // self.geometry.page_size)
+
+    def _base(self, node: Node) -> int | None:
+        """Slot of a node's first token, where its tokens may be read as those of a slab."""
+        if isinstance(node.tag, Hot):
+            return node.tag.base
+        wanted = self.policy.wants_hot(node.hits, node.declared, node.length)
+        if not (self.geometry.n_hot and wanted and node.tag.consecutive):
+            return None
+        return int(node.tag.pages[0]) * self.geometry.page_size
 
     def _promote_path(self, node: Node) -> tuple[Node, ...]:
         """Move the COLD nodes down to ``node`` that the policy now wants in HOT, from the top."""

@@ -24,6 +24,7 @@ COPY_TOKENS = 1024  # tokens that one call of the copy into a slab moves
 _allocate_slab = jax.jit(hot.allocate, donate_argnums=0)
 _release_slab = jax.jit(hot.release, static_argnames="whole", donate_argnums=0)
 _allocate_pages = jax.jit(cold.allocate, donate_argnums=0)
+_allocate_run = jax.jit(cold.allocate_run, donate_argnums=0)
 _release_pages = jax.jit(cold.release, donate_argnums=0)
 _lend = jax.jit(lending.lend, donate_argnums=0)
 _take_back = jax.jit(lending.take_back, donate_argnums=0)
@@ -192,6 +193,15 @@ class PoolLedger:
         if not self._gathering:
             self.settle()
 
+    def take_run(self, n: int) -> np.ndarray | None:
+        """Take ``n`` consecutive COLD pages, int32 ``[n]``; None where there are none."""
+        state, first = _allocate_run(self.pools.cold, n)
+        self.pools = dataclasses.replace(self.pools, cold=state)
+        if int(first) < 0:
+            return None
+        self.cold_free -= n
+        return np.arange(int(first), int(first) + n, dtype=np.int32)
+
     def free_pages(self, pages: np.ndarray) -> None:
         """Give COLD pages back.
 
@@ -254,6 +264,7 @@ class PoolLedger:
     def compile(self) -> None:
         """Compile every device call of the ledger by calls that change nothing."""
         self.take_slab(0)
+        self.take_run(0)
         cold_state, _, _ = _allocate_pages(self.pools.cold, np.zeros(self.row_pages, bool))
         self.pools = dataclasses.replace(self.pools, cold=cold_state)
         nothing = np.full(self.row_pages, -1, np.int32)

@@ -6,6 +6,7 @@ too: consecutive ones. Nothing here changes a tree; ``tree`` does.
 """
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -58,6 +59,11 @@ class Cold:
         pages = pages.astype(np.int32)
         pages.flags.writeable = False
         object.__setattr__(self, "pages", pages)
+
+    @functools.cached_property
+    def consecutive(self) -> bool:
+        """Whether the pages follow each other, so that the tokens lie in consecutive slots."""
+        return bool(self.pages.size) and bool(np.all(np.diff(self.pages) == 1))
 
     def part(self, start: int, stop: int, page_size: int) -> "Cold":
         """Tag of tokens ``[start, stop)`` of the run, both multiples of the page size."""

@@ -216,7 +216,7 @@ class Simulation:
         want = self.fingerprints(self.context(row))
         slots = self.slots(row, 0, want.size)
         assert np.array_equal(held[slots], want)
-        pieces = self.cache.hot_pieces(row.reservation)
+        pieces = self.cache.contiguous_pieces(row.reservation)
         contiguous = [base + i for _, base, length in pieces for i in range(length)]
         assert contiguous[: want.size] == slots.tolist()[: len(contiguous)]
 

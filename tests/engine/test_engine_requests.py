@@ -250,6 +250,18 @@ def test_a_prefix_is_stored_once_however_many_share_it(engine):
     assert engine.cache.index.size().prefix_tokens == 40
 
 
+def test_a_prefix_that_hot_cannot_hold_is_still_read_once():
+    engine = make_engine(hot_fraction=0.05)
+    requests = [ask(f"r{i}", AGENT, text(10 + i, 6), shared_tokens=40) for i in range(4)]
+    said = serve(engine, requests)
+    assert {r.id: said[r.id] for r in requests} == {
+        r.id: greedy_without_cache(r, said[r.id]) for r in requests
+    }
+    assert "paged" not in {step.backend for step in engine.metrics.steps if step.rows == 4}
+    assert max(sample.hot_tokens for sample in engine.metrics.samples) == 0
+    engine.check_integrity()
+
+
 def test_with_all_of_the_pool_cold_a_prefix_is_still_stored_once():
     engine = make_engine("uniform16")
     for i in range(4):

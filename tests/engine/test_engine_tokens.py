@@ -144,7 +144,7 @@ def test_a_prefix_in_more_pieces_than_a_prefill_reads_as_such():
     engine.submit(requests[-1])
     first = step_until_decoding(engine, 1)
     (row,) = engine.scheduler.running
-    assert len(engine.cache.hot_pieces(row.reservation)) == 5 > engine.config.max_pieces
+    assert len(engine.cache.contiguous_pieces(row.reservation)) == 5 > engine.config.max_pieces
     tokens["whole"] = tokens_of(first)["whole"] + serve(engine, [])["whole"]
     for request in requests:
         assert tokens[request.id] == greedy_without_cache(request, tokens[request.id])

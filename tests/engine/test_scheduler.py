@@ -222,7 +222,8 @@ def test_rows_that_share_a_prefix_lie_next_to_each_other_behind_them_those_in_pr
     assert [["a1", "b1", "a2"][i] for i in order] == line.names()
     assert sorted(line.names()[:2]) == ["a1", "a2"] or sorted(line.names()[1:]) == ["a1", "a2"]
     pieces = [
-        [HotPiece(*p) for p in line.cache.hot_pieces(row.reservation)] for row in line.running
+        [HotPiece(*p) for p in line.cache.contiguous_pieces(row.reservation)]
+        for row in line.running
     ]
     assert sorted(segment.n_rows for segment in find_segments(pieces)) == [1, 2]
     assert line.sort() is None

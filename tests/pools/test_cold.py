@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvgrain_jax.pools import cold
 
 ALLOCATE = jax.jit(cold.allocate)
+ALLOCATE_RUN = jax.jit(cold.allocate_run)
 RELEASE = jax.jit(cold.release)
 
 
@@ -64,6 +65,21 @@ def test_pages_that_do_not_exist_are_refused():
         after, ok = RELEASE(state, pages(bad, -1))
         assert not ok
         assert int(after.n_free) == 2
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sets(st.integers(0, 11)), st.permutations(range(12)), st.integers(0, 13))
+def test_a_run_is_the_highest_free_range_and_the_other_pages_stay_free(taken, order, n):
+    state, _, _ = ALLOCATE(cold.init(12, 0), need(*[True] * 12))
+    back = [page for page in order if page not in taken]
+    state, _ = RELEASE(state, pages(*(back + [-1] * (12 - len(back)))))
+    runs = [first for first in range(13 - n) if not taken & set(range(first, first + n))]
+    expected = max(runs, default=-1) if n else -1
+    after, first = ALLOCATE_RUN(state, n)
+    assert int(first) == expected
+    run = range(expected, expected + n) if expected >= 0 else ()
+    left = after.free[: int(after.n_free)].tolist()
+    assert left == [page for page in back if page not in run]
 
 
 @settings(max_examples=40, deadline=None)

@@ -151,6 +151,28 @@ def test_a_prefix_that_finds_no_room_in_hot_is_served_from_cold(cache):
     assert running.slab.length == 28
 
 
+def test_a_prefix_without_room_in_hot_takes_consecutive_pages_and_is_read_like_a_slab(cache):
+    cache.admit(tokens("a", 30), shared=28)
+    first = cache.admit(tokens("b", 10), shared=6)
+    cache.complete(first)
+    second = cache.admit(tokens("b", 6) + tokens("c", 4), shared=6)
+    ((_, base, length),) = cache.contiguous_pieces(second)
+    assert second.pages[:6].tolist() == list(range(base, base + 6))
+    assert (base >= N_HOT, length) == (True, 6)
+    assert cache.contiguous_pieces(first) == cache.contiguous_pieces(second)
+
+
+def test_where_cold_has_no_consecutive_pages_a_prefix_lies_anywhere(cache):
+    cache.admit(tokens("a", 28), shared=27)
+    others = [cache.admit(tokens(letter, 2), max_new=1) for letter in "bcdefghijklmnopqrst"]
+    for other in others[::2]:
+        cache.end(other)
+    request = cache.admit(tokens("z", 8), shared=6)
+    cache.complete(request)
+    assert np.diff(request.pages[:6]).tolist() != [1] * 5
+    assert cache.contiguous_pieces(request) == []
+
+
 def test_a_prefix_larger_than_hot_is_served_from_cold_and_evicts_nothing(cache):
     cache.serve(tokens("a", 8), shared=8)
     request = cache.admit(tokens("b", 36), shared=34)
@@ -169,17 +191,17 @@ def test_without_hot_everything_goes_to_cold():
 
 def test_a_request_in_prefill_reads_its_slab_as_one_contiguous_piece_of_its_own(cache):
     request = cache.admit(tokens("a", 10), shared=6)
-    assert cache.hot_pieces(request) == [(-1, 0, 6)]
+    assert cache.contiguous_pieces(request) == [(-1, 0, 6)]
 
 
 def test_requests_share_the_contiguous_piece_of_one_node(cache):
     first = cache.admit(tokens("a", 6) + tokens("b", 2), shared=6)
     cache.complete(first)
     second = cache.admit(tokens("a", 6) + tokens("c", 2), shared=6)
-    ((owner, base, length),) = cache.hot_pieces(first)
+    ((owner, base, length),) = cache.contiguous_pieces(first)
     assert (base, length) == (0, 6)
     assert owner in [node.id for node in cache.index.path(first.node)]
-    assert cache.hot_pieces(second) == cache.hot_pieces(first)
+    assert cache.contiguous_pieces(second) == cache.contiguous_pieces(first)
 
 
 def test_a_nested_prefix_gets_a_slab_of_its_own_behind_the_outer_one(cache):
@@ -187,7 +209,7 @@ def test_a_nested_prefix_gets_a_slab_of_its_own_behind_the_outer_one(cache):
     inner = cache.admit(tokens("a", 6) + tokens("b", 6), shared=11)
     assert inner.cached == 6
     assert (inner.slab.start, inner.slab.stop) == (6, 11)
-    assert [piece[1:] for piece in cache.hot_pieces(inner)] == [(0, 6), (ALIGN, 5)]
+    assert [piece[1:] for piece in cache.contiguous_pieces(inner)] == [(0, 6), (ALIGN, 5)]
 
 
 # -- what is found in the cache --------------------------------------------------------------------
@@ -253,7 +275,7 @@ def test_of_two_copies_computed_at_once_one_survives(cache, shared):
         free[0] + copies[0],
         free[1] + copies[1],
     )
-    assert cache.hot_pieces(second) == cache.hot_pieces(first)
+    assert cache.contiguous_pieces(second) == cache.contiguous_pieces(first)
 
 
 def test_the_part_of_a_slab_that_another_computed_in_cold_is_freed_and_the_rest_stays_its_own(
@@ -265,7 +287,8 @@ def test_the_part_of_a_slab_that_another_computed_in_cold_is_freed_and_the_rest_
     cache.complete(long)
     assert long.pages[:6].tolist() == short.pages.tolist()
     assert (long.slab.start, long.slab.stop, long.slab.tag) == (6, 10, Hot(6))
-    assert cache.hot_pieces(long) == []
+    ((_, base, length),) = cache.contiguous_pieces(long)  # the other's pages happen to be a run
+    assert (base, length) == (short.pages[0], 6)
     assert cache.ledger.hot_tokens == 4
     cache.end(long)
     assert cache.ledger.hot_tokens == 0
@@ -497,7 +520,7 @@ def test_a_running_sharer_reads_a_promoted_prefix_from_its_new_slots_too():
     (node,) = second.promoted
     assert node in cache.index.path(first.node)
     assert first.pages[:6].tolist() == second.pages[:6].tolist()
-    assert cache.hot_pieces(first) == cache.hot_pieces(second)
+    assert cache.contiguous_pieces(first) == cache.contiguous_pieces(second)
     assert layers(cache, first.pages)[0] == before
     for _ in range(3):
         cache.take_page(first)
@@ -521,7 +544,7 @@ def test_a_chain_is_promoted_from_the_top(cache):
     cache.end(block)
     request = cache.admit(tokens("a", 6) + tokens("b", 6) + tokens("c", 1))
     assert [node.end for node in request.promoted] == [6, 12]
-    assert [piece[2] for piece in cache.hot_pieces(request)] == [6, 6]
+    assert [piece[2] for piece in cache.contiguous_pieces(request)] == [6, 6]
 
 
 # -- emptying the cache ----------------------------------------------------------------------------
