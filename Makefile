@@ -7,8 +7,12 @@
 PY := .venv/bin/python
 PYTHON_GPU ?= python3
 PYTEST_ARGS ?= --numprocesses=2 --dist=loadfile
-# Most of the suite's time is XLA compiling small programs; two workers leave no core to split one over.
+# Most of the suite's time is XLA compiling small programs: two workers leave no core to split one over, and
+# what one has compiled the other reads from a folder that lives as long as the run.
 TEST_XLA_FLAGS := --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1
+RUN_TESTS = programs=$$(mktemp -d) && trap 'rm -rf "$$programs"' EXIT && \
+	JAX_COMPILATION_CACHE_DIR="$$programs" JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1 \
+	XLA_FLAGS="$(TEST_XLA_FLAGS)" $(PY) -m pytest
 
 .PHONY: demo test lint test-only test-all test-gpu clean
 
@@ -23,10 +27,10 @@ lint: .venv/dev.stamp
 	.venv/bin/pyright
 
 test-only: .venv/dev.stamp
-	XLA_FLAGS="$(TEST_XLA_FLAGS)" $(PY) -m pytest $(PYTEST_ARGS)
+	$(RUN_TESTS) $(PYTEST_ARGS)
 
 test-all: .venv/dev.stamp
-	XLA_FLAGS="$(TEST_XLA_FLAGS)" $(PY) -m pytest -m "" $(PYTEST_ARGS)
+	$(RUN_TESTS) -m "" $(PYTEST_ARGS)
 
 test-gpu:
 	$(PYTHON_GPU) -m pytest -o addopts= -rP tests/engine/test_gpu_numerics.py
