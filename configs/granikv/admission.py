@@ -4,13 +4,13 @@
     python -m experiments.tables --config=configs/granikv/admission.py:headline
     python -m experiments.tables --config=configs/granikv/admission.py:smoke
 
-Eight prefixes of 4K tokens share a HOT region that holds them all (`always`), only four of them
-(`half fits`: the others stay in COLD, no live prefix leaves HOT), or takes a prefix at its second or fourth
-use only, by one copy on the device (`after 2 uses`, `after 4 uses`). `moving boundary` reserves 60% of the
-pool for HOT and lends what the prefixes leave; `fixed boundary` is the same pool without lending, made by
-taking away the slots that would be lent. Tokens that entered and left HOT, prefix tokens in COLD, and
-what it costs in tok/s, TPOT and TTFT. 2 minutes on one H200, 1 for the headline variant (the first three).
-The paper gives no numbers for this.
+Eight prefixes of 4K tokens share a HOT region that holds them all (`always`), only four of them (`half
+fits`: the others go to consecutive pages of COLD, no live prefix leaves HOT), or takes a prefix at its
+second or fourth use only, by one copy on the device (`after 2 uses`, `after 4 uses`). `moving boundary`
+reserves 60% of the pool for HOT and lends what the prefixes leave; `fixed boundary` is the same pool
+without lending, made by taking away the slots that would be lent. Tokens that entered and left HOT,
+prefix tokens in COLD, and what it costs in tok/s, TPOT and TTFT. 2 minutes on one H200, 1 for the
+headline variant (the first three). The paper gives no numbers for this.
 """
 
 from ml_collections import ConfigDict
