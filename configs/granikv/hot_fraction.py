@@ -6,8 +6,8 @@
 
 The pool holds 148,480 tokens as in the paper, so that at f_p 0.05 HOT (7,424 tokens) is smaller than the
 prefix, which then goes to consecutive pages of COLD, and at f_p 0.8 suffixes run on what HOT lends. 256
-requests at once, three times. About 4 minutes on one H200 (estimated, not measured); 2 for the headline variant, which has
-f_p 0.05, 0.2 and 0.8 once.
+requests at once, three times. About 4 minutes on one H200 (estimated, not measured); 2 for the headline
+variant, which has f_p 0.05, 0.2 and 0.8 once.
 """
 
 from ml_collections import ConfigDict
