@@ -164,7 +164,7 @@ class HeadScheduler(Line[Sequence, Sequence]):
         *,
         policy: str,
         max_rows: int,
-        patience: int = 0,
+        patience: int,
     ):
         super().__init__(max_rows)
         self.patience = patience
