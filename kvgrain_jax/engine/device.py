@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
@@ -167,9 +166,7 @@ class Device:
             ledger.pools.cold,
             self.batch,
             plan.device,
-            *self._ranks.whole(
-                (jnp.asarray(plan.choices.table), jnp.int32(n_steps), jnp.int32(max_finished))
-            ),
+            *self._ranks.whole((plan.choices.table, np.int32(n_steps), np.int32(max_finished))),
             step=self.model.step,
             n_rows=plan.n_rows,
             max_steps=self.config.decode_steps,
