@@ -1,8 +1,9 @@
 """A program that prints what meshes of several CPU devices compute; the tests beside it judge.
 
 The number of devices and of processes must be known before JAX starts, hence a program:
-``mesh_program.py one FOLDER`` with four virtual devices, or ``mesh_program.py two PORT PROCESS`` as
-one of two processes with one device each. It prints one line of JSON.
+``mesh_program.py one FOLDER`` or ``mesh_program.py four KV_HEADS`` with four virtual devices, or
+``mesh_program.py two PORT PROCESS`` as one of two processes with one device each. It prints one line of
+JSON.
 """
 
 import dataclasses
@@ -230,6 +231,13 @@ def engines():
     return {name: serve(build(ENGINE, mesh)) for name, mesh in meshes.items()}
 
 
+def engines_over_four(kv_heads):
+    """What engines on one device and over four serve."""
+    config = dataclasses.replace(BASE, heads=16, kv_heads=kv_heads)
+    meshes = {"one": None, "four": sharding.make_mesh(4)}
+    return {name: serve(build(config, mesh)) for name, mesh in meshes.items()}
+
+
 def refusals():
     """What is said of models and meshes that do not fit."""
     mesh = sharding.make_mesh(4)
@@ -275,6 +283,8 @@ def main(mode, *arguments):
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     if mode == "two":
         found = two_processes(*map(int, arguments))
+    elif mode == "four":
+        found = engines_over_four(*map(int, arguments))
     else:
         found = {
             "tensor parallel": tensor_parallel(),

@@ -108,6 +108,14 @@ def test_engine_on_two_devices_gives_the_tokens_of_one_whatever_the_backend(one_
     assert two["cached"]["again"] == 8  # all but the last token of the prompt
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_heads", [4, 8])
+def test_engine_over_four_devices_gives_the_tokens_of_one_with_one_or_two_kv_heads_each(kv_heads):
+    found = result(start("four", kv_heads, devices=4))
+    assert found["four"] == found["one"]
+    assert found["four"]["backends"] == ["cascade", "dense", "paged"]
+
+
 @pytest.mark.parametrize(
     ("case", "message"),
     [
