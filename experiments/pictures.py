@@ -6,7 +6,7 @@ told apart by lightness, hatch and line style as well as by colour, so it can be
 
 import itertools
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -54,6 +54,37 @@ def draw_runs(path: pathlib.Path, title: str, runs: Mapping[str, RunMetrics]) ->
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=9)
     figure.savefig(path, dpi=150)
+
+
+def stack_bars(
+    axis: Axes,
+    parts: Sequence[tuple[tuple[str, str, str], Sequence[float]]],
+    totals: Sequence[str],
+) -> None:
+    """Draws bars of parts one on the other.
+
+    Args:
+      axis: where.
+      parts: colour, hatch and name of each part, and its height in each bar.
+      totals: what stands over each bar.
+    """
+    floor = np.zeros(len(totals))
+    for (colour, hatch, name), heights in parts:
+        axis.bar(
+            range(len(totals)),
+            heights,
+            0.7,
+            floor,
+            color=colour,
+            hatch=hatch,
+            edgecolor="white",
+            label=name,
+        )
+        floor += heights
+    for place, (top, text) in enumerate(zip(floor, totals, strict=True)):
+        axis.annotate(
+            text, (place, top), (0, 2), textcoords="offset points", ha="center", fontsize=8
+        )
 
 
 def _throughput(axis: Axes, runs: Mapping[str, RunMetrics], styles: Mapping) -> None:

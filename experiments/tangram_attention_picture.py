@@ -12,6 +12,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.pictures import stack_bars
+
 # Colour, hatch and name of each method.
 STYLES = {
     "uniform": ("#b8b8b8", "", "uniform cache"),
@@ -58,30 +60,10 @@ def _draw_steps(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> pathli
     """One bar for each model, cell and method: the parts of a whole step, and the share of planning."""
     figure = Figure(figsize=(1.3 * len(rows) + 3.5, 4.6), layout="constrained")
     axis = figure.subplots()
-    floor = np.zeros(len(rows))
-    for part, (colour, hatch, label) in STEP_PARTS.items():
-        heights = np.array([row.get(part, 0.0) for row in rows])
-        axis.bar(
-            range(len(rows)),
-            heights,
-            0.7,
-            floor,
-            color=colour,
-            hatch=hatch,
-            edgecolor="white",
-            label=label,
-        )
-        floor += heights
-    for x, (top, row) in enumerate(zip(floor, rows, strict=True)):
-        share = f"\nplanning {row['plan_share']:.0%}" if row["plan_share"] else ""
-        axis.annotate(
-            f"{top:.2f} ms{share}",
-            (x, top),
-            (0, 2),
-            textcoords="offset points",
-            ha="center",
-            fontsize=8,
-        )
+    parts = [(style, [row.get(part, 0.0) for row in rows]) for part, style in STEP_PARTS.items()]
+    totals = np.sum([heights for _, heights in parts], axis=0)
+    shares = [f"\nplanning {r['plan_share']:.0%}" if r["plan_share"] else "" for r in rows]
+    stack_bars(axis, parts, [f"{n:.2f} ms{s}" for n, s in zip(totals, shares, strict=True)])
     names = [
         f"{STYLES[row['method']][2].replace(', ', ',\n')}\n{row['model']}\n"
         f"{row['context']:,} tokens, B {row['batch']}\n{1 - row['retention']:.0%} evicted"
@@ -89,7 +71,7 @@ def _draw_steps(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> pathli
     ]
     axis.set_xticks(range(len(rows)), names, fontsize=8)
     axis.set_ylabel("ms a step")
-    axis.set_ylim(0, 1.15 * floor.max())
+    axis.set_ylim(0, 1.15 * totals.max())
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     figure.suptitle("A decode step and what planning takes of it", fontsize=12, x=0.01, ha="left")

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from experiments.pictures import stack_bars
 from experiments.tangram_table import AXES, METRICS
 
 STYLES = {
@@ -100,30 +101,12 @@ def _bars(
 def _stack(
     axis: Axes, picture: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], parts: Sequence[str]
 ) -> None:
-    floor = [0.0] * len(rows)
-    for part, (colour, hatch) in zip(parts, PARTS, strict=False):
-        heights = [row.get(part, 0.0) for row in rows]
-        axis.bar(
-            range(len(rows)),
-            heights,
-            0.7,
-            floor,
-            color=colour,
-            hatch=hatch,
-            edgecolor="white",
-            label=METRICS[part][0],
-        )
-        floor = [a + b for a, b in zip(floor, heights, strict=True)]
-    for x, row in enumerate(rows):
-        top = row.get("total_ms", floor[x])
-        axis.annotate(
-            f"{top:.0f}",
-            (x, floor[x]),
-            (0, 2),
-            textcoords="offset points",
-            ha="center",
-            fontsize=8,
-        )
+    stacked = [
+        ((colour, hatch, METRICS[part][0]), [row.get(part, 0.0) for row in rows])
+        for part, (colour, hatch) in zip(parts, PARTS, strict=False)
+    ]
+    totals = [row.get("total_ms", sum(row.get(part, 0.0) for part in parts)) for row in rows]
+    stack_bars(axis, stacked, [f"{total:.0f}" for total in totals])
     axis.set_xticks(range(len(rows)), _names(picture, rows), fontsize=7)
     axis.set_ylabel("ms")
 
