@@ -92,9 +92,9 @@ class PrefixCache:
         n_shared = (slab.stop if slab else match.length) // page
         pages = np.empty(prompt_pages, np.int32)
         run = None if slab else self._reserve_run(node, declared)
-        n_taken = n_shared if run is None else n_shared + run.size
-        if run is not None:
-            pages[n_shared:n_taken] = run
+        n_taken = run.stop // page if run else n_shared
+        if run:
+            pages[n_shared:n_taken] = run.pages(page)
         self.ledger.take_pages(pages[n_taken:])
         self.ledger.outstanding += max_pages - prompt_pages
         promoted = self._promote_path(node)
@@ -106,6 +106,7 @@ class PrefixCache:
             node=node,
             cached=match.length,
             slab=slab,
+            run=run,
             pages=pages,
             max_pages=max_pages,
             promoted=promoted,
@@ -183,18 +184,20 @@ class PrefixCache:
         """Contiguous pieces ``(node id, base, length)`` at the front of the request's context.
 
         They are slabs, and of an engine that has a HOT pool the prefixes in consecutive COLD pages that
-        the policy would have in HOT. The slab of a request in prefill comes last, under id -1: no other
-        row shares it.
+        the policy would have in HOT. The slab or run of a request in prefill comes last, under id -1: no
+        other row shares it.
         """
         pieces = []
         for node in self.index.path(reservation.node):
-            base = self._base(node)
+            like_hot = node.is_hot or self.policy.wants_hot(node.hits, node.declared, node.length)
+            base = self._base(node.piece) if like_hot else None
             if base is None:
                 return pieces
             pieces.append((node.id, base, node.length))
-        slab = reservation.slab
-        if slab and isinstance(slab.tag, Hot) and not reservation.committed:
-            pieces.append((-1, slab.tag.base, slab.length))
+        own = reservation.slab or reservation.run
+        base = self._base(own) if own and not reservation.committed else None
+        if own and base is not None:
+            pieces.append((-1, base, own.length))
         return pieces
 
     def drop_all(self) -> None:
@@ -283,21 +286,21 @@ class PrefixCache:
         base = self._take_slab(n)
         return None if base is None else Piece(node.end, declared, Hot(base))
 
-    def _reserve_run(self, node: Node, declared: int) -> np.ndarray | None:
+    def _reserve_run(self, node: Node, declared: int) -> Piece | None:
         """Consecutive COLD pages for the declared tokens behind ``node``, if HOT should have them."""
         n = declared - node.end
         if n < 1 or not self.geometry.n_hot or not self.policy.wants_hot(1, True, n):
             return None
-        return self.ledger.take_run(n // self.geometry.page_size)
+        pages = self.ledger.take_run(n // self.geometry.page_size)
+        return None if pages is None else Piece(node.end, declared, Cold(pages))
 
-    def _base(self, node: Node) -> int | None:
-        """Slot of a node's first token, where its tokens may be read as those of a slab."""
-        if isinstance(node.tag, Hot):
-            return node.tag.base
-        wanted = self.policy.wants_hot(node.hits, node.declared, node.length)
-        if not (self.geometry.n_hot and wanted and node.tag.consecutive):
+    def _base(self, piece: Piece) -> int | None:
+        """Slot of a piece's first token; None where its tokens are to be read by their pages."""
+        if isinstance(piece.tag, Hot):
+            return piece.tag.base
+        if not (self.geometry.n_hot and piece.tag.consecutive):
             return None
-        return int(node.tag.pages[0]) * self.geometry.page_size
+        return int(piece.tag.pages[0]) * self.geometry.page_size
 
     def _promote_path(self, node: Node) -> tuple[Node, ...]:
         """Move the COLD nodes down to ``node`` that the policy now wants in HOT, from the top."""

@@ -154,6 +154,7 @@ def test_a_prefix_that_finds_no_room_in_hot_is_served_from_cold(cache):
 def test_a_prefix_without_room_in_hot_takes_consecutive_pages_and_is_read_like_a_slab(cache):
     cache.admit(tokens("a", 30), shared=28)
     first = cache.admit(tokens("b", 10), shared=6)
+    assert cache.contiguous_pieces(first) == [(-1, first.pages[0], 6)]
     cache.complete(first)
     second = cache.admit(tokens("b", 6) + tokens("c", 4), shared=6)
     ((_, base, length),) = cache.contiguous_pieces(second)
