@@ -44,8 +44,11 @@ PAGE_BYTES = 4 * 2 * VECTOR_BYTES  # 4 rows of 2 heads
 OTHER_LAYOUT: dict[str, Any] = {"group_size": 4, "scope": "layer", "page_size": 16, "n_blocks": 8}
 
 
-@pytest.mark.parametrize("model", [MODEL, NORMED_HEADS], ids=["plain", "normed heads"])
-@pytest.mark.parametrize("scorer", ["key_norm", "random"])  # the second takes projections whole
+@pytest.mark.parametrize(
+    ("scorer", "model"),
+    [("key_norm", MODEL), ("random", NORMED_HEADS)],  # the first takes projections apart
+    ids=["plain", "normed heads"],
+)
 def test_tokens_at_retention_1_are_those_of_a_forward_pass_without_cache(scorer, model):
     tokens = serve(make_engine(1.0, scorer=ChunkScorer(scorer), model=model), WORKLOAD)
     for request in WORKLOAD:

@@ -21,4 +21,5 @@ class TestSegmentAttention(SegmentAttentionSuite):
 class TestWideSegmentAttention(TestSegmentAttention):
     """The same with two compute warpgroups, which take turns."""
 
+    slow_interpreter = True
     schedule_tiles = (128, 128)
