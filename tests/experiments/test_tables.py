@@ -168,7 +168,7 @@ def test_an_unknown_variant_is_an_error():
 # -- every smoke variant -------------------------------------------------------------------------
 
 
-QUICK = ("grid_llama8b",)
+QUICK = ("page_size",)  # two engines, served and stepped
 
 
 def slow_but(quick, names):
@@ -211,6 +211,7 @@ def test_all_variants_give_the_same_tokens(results, name):
 # -- what a table shows --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_speedup_is_the_ratio_of_throughputs(results):
     _, result, _, _ = results("grid_llama8b")
     ours, base = (
