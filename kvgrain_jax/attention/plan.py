@@ -133,13 +133,13 @@ def plan_holds(
         return False
     if kernels is None:
         return True
-    shape = {"n_kv_heads": kernels.n_kv_heads, "group": kernels.group}
     return all(
         has_room(
             _capacity(kernels, n_rows, max_segments, tile, MAX_LEVELS),
             np.asarray(segments, np.int32).reshape(-1, 4),
+            n_kv_heads=kernels.n_kv_heads,
+            group=kernels.group,
             row_tile=tile,
-            **shape,
         )
         for tile in tiles
     )

@@ -130,7 +130,7 @@ def plan_batch(
       rows: one for each row of the bucket; None and rows in prefill do not decode.
       cache: where their prefixes lie.
       rule: chooses the backends. Where it has only ``cascade16``, what all rows have in common is
-        shared through the pages of row 0; else the HOT pieces of each prefix class are.
+        shared through the pages of row 0; else the contiguous pieces of each prefix class are.
       group: ``G``, query heads of one KV head.
       max_segments: segments of a plan at most. Where there are more, or they nest deeper than the
         plan has room for, the innermost pieces are read through the rows' page tables instead.
