@@ -1,11 +1,12 @@
 """Pictures of the Tangram experiments: rows of a table enter, a PNG leaves.
 
-One panel for each metric, one line for each series, or one bar where no series has two points; or stacked
-bars of the parts of a total. Series differ by marker and line as well as by colour, so the picture can be
-read in grey.
+One panel for each metric: one line for each series over an axis of numbers, or one bar for each cell; or
+stacked bars of the parts of a total. Series differ by marker and line as well as by colour, so the picture
+can be read in grey.
 """
 
 import pathlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,16 +49,23 @@ def draw(path: pathlib.Path, config: Mapping[str, Any], rows: Sequence[Mapping[s
     ):
         if kind == "stack":
             _stack(axis, picture, rows, what)
-        elif len({row[picture["series"]] for row in rows}) == len(rows):
-            _bars(axis, picture, rows, what)
-        else:
+        elif _is_curve(picture, rows):
             _lines(axis, picture, rows, what)
+        else:
+            _bars(axis, picture, rows, what)
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=9)
         if axis.get_legend_handles_labels()[0]:
             outside = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if kind == "stack" else {}
             axis.legend(fontsize=8, frameon=False, **outside)
     figure.savefig(path, dpi=150)
+
+
+def _is_curve(picture: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a series has several points over an axis of numbers."""
+    points = Counter(row[picture["series"]] for row in rows)
+    numbers = all(isinstance(row[picture["x"]], int | float) for row in rows)
+    return numbers and max(points.values(), default=0) > 1
 
 
 def _lines(

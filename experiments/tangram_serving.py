@@ -24,7 +24,7 @@ def measure_throughput(cell: Mapping[str, Any], bench: Bench) -> dict[str, Any]:
     Args:
       cell: ``system``, ``evicted``, ``group_size``; ``conversations``, ``context_tokens``, ``turns``,
         ``question_tokens``, ``output_tokens``; ``full_rows``: whole caches of the longest context
-        that fit the pool.
+        that fit the pool; ``patience`` of ``HeadEngineConfig``.
       bench: model and budgets.
 
     Returns:
@@ -96,6 +96,7 @@ def make_engine(cell: Mapping[str, Any], bench: Bench) -> HeadEngine:
         cell["system"],
         evicted=cell["evicted"],
         group_size=cell["group_size"],
+        patience=cell["patience"],
         pool_bytes=cell["full_rows"] * bench.whole_bytes(bench.fields["max_context"]),
     )
 

@@ -30,7 +30,9 @@ def get_config(variant: str = "full") -> ConfigDict:
     config.axes = ("prefix_tokens", "batch", "tp")
     config.workload.tp = 1
     served = base.grid("poisson", prefix_tokens=(4096, 8192, 16384), batch=256, repetitions=3)
-    config.cells = served + base.grid("steps", prefix_tokens=base.P_LADDER, batch=base.B_LADDER)
+    config.cells = served + base.grid(
+        "steps", prefix_tokens=base.P_LADDER, batch=base.B_LADDER, repeats=4
+    )
     if variant == "headline":
         config.cells = served
     if variant == "smoke":

@@ -14,7 +14,7 @@ Hit rate, tokens that were not computed again, tok/s and TTFT for
 No trace is part of the repository; one without a file is listed as not run. Time is compressed (a field
 of each trace), prompts longer than the context are cut, and `result.json` says how many. Prefixes are not
 declared: the index finds them, and one goes to HOT at its second use. About 45 minutes on one H200, 8 for the
-headline variant (60, 100 and 150 requests), estimated from one system's 150 requests of mooncake. Arrival times
+headline variant (40, 80 and 100 requests), estimated from one system's 150 requests of mooncake. Arrival times
 of the dialogues are made up: one starts every 2 s, its requests follow each other every 5 s.
 """
 
@@ -71,9 +71,9 @@ def get_config(variant: str = "full") -> ConfigDict:
     config.workload.traces = traces
     config.cells = base.grid("replay", trace=("mooncake", "agents", "dialogues"))
     if variant == "headline":
-        traces["mooncake"].requests = 60
-        traces["agents"].requests = 100
-        traces["dialogues"].update(requests=150, time_compression=4.0)
+        traces["mooncake"].requests = 40
+        traces["agents"].requests = 80
+        traces["dialogues"].update(requests=100, time_compression=4.0)
         config.workload.traces = traces
     if variant == "smoke":
         cells = base.grid("replay", trace="mooncake")

@@ -77,6 +77,7 @@ def serving(name: str, variant: str, title: str, *variants: str) -> Config:
         "full_rows": 4,
         "context_tokens": CONTEXT,
         "output_tokens": 128,
+        "patience": 64,
         "seed": 0,
     }
     config.axes = ("system", "evicted")

@@ -7,17 +7,17 @@
 
 FILE is a head profile, for Qwen3-4B a published one (see ``published_profiles.py``); where the model has
 other heads its fractions are resampled, and the result says so. Variants are ``MODEL``, ``MODEL-headline``
-(the whole cache, and all parts at 75%), and ``MODEL-long`` (98,304 tokens; eight conversations, two
-questions each, room for two whole caches) for ``qwen3-4b`` and ``qwen2.5-7b``. The headline cells of Qwen3-4B
-take 6.5 minutes on one H200; all cells of a model some 14, the long ones 4 (estimated, not measured).
+(the whole cache, and all parts at 75%), ``MODEL-crowded`` and ``MODEL-long`` (98,304 tokens; eight
+conversations, two questions each, room for two whole caches) for ``qwen3-4b`` and ``qwen2.5-7b``. The headline
+cells of Qwen3-4B take some 6 minutes on one H200, the crowded ones 5, all cells of a model 14, the long ones 4
+(estimated, not measured).
 
-Sixteen conversations ask five questions each, in turn, over contexts of their own (as many as a
-conversation of SCBench has in the mean); the pool holds four whole caches. ``budgets`` has one page table for
-all heads and layers, ``groups`` one for each four heads, ``balanced`` also the split table. A conversation
-whose cache is dropped is computed again, as in vLLM. At 75% evicted 13 conversations keep their caches to
-the end; of 16, first come first served, nearly every question finds its cache dropped, and the throughput is
-1.5 times that of whole caches (2.2 times with 14 conversations of two questions, which all fit). Now a
-question whose cache is there goes first (``HeadEngineConfig.patience``): expect more, not measured yet.
+Twelve conversations ask five questions each, in turn, over contexts of their own (as many as a conversation
+of SCBench has in the mean); the pool holds four whole caches, and at 75% evicted those of 13 conversations to
+their ends. ``crowded`` has sixteen. A conversation whose cache is dropped is computed again, as in vLLM.
+``budgets`` has one page table for all heads and layers, ``groups`` one for each four heads, ``balanced`` also
+the split table. ``order`` is in what order questions are taken: ``first come`` as in vLLM, or ``cached first``,
+where a question whose cache is there goes before one that would drop it (``HeadEngineConfig.patience``).
 
 Where this differs: random conversations in place of SCBench's, all of one length; budgets of equal bytes
 (no margin), which the profile of this model calls for.
@@ -27,23 +27,37 @@ from ml_collections import ConfigDict
 
 from configs.tangram import base
 
+# The order in which questions are taken: how many may go before one that came first.
+ORDERS = {"first come": 0, "cached first": 64}
+
 
 def get_config(variant: str = base.MODELS[0]) -> ConfigDict:
     title = "Throughput by compression rate (Figure 10)"
-    config = base.serving("throughput", variant, title, "headline", "long")
+    config = base.serving("throughput", variant, title, "headline", "crowded", "long")
     config.measure = "throughput"
     config.workload = {
         **config.workload,
-        "conversations": 16,
+        "conversations": 12,
         "turns": 5,
         "question_tokens": 64,
     }
+    config.axes = ("order", "system", "evicted")
     config.picture.y = ("requests_s", "rows_peak")
     parts = ("budgets", "groups", "balanced")
     full = _cell("full", 0)
     config.cells = (full, *(_cell(part, rate) for rate in (25, 50, 75) for part in parts))
     if variant.endswith("headline"):
-        config.cells = (full, *(_cell(part, 75) for part in parts))
+        cached = [_cell(*cell, "cached first") for cell in (("full", 0), ("balanced", 75))]
+        config.cells = (full, *(_cell(part, 75) for part in parts), *cached)
+        config.picture.x = "order"
+    if variant.endswith("crowded"):
+        config.workload.update(conversations=16)
+        config.cells = tuple(
+            _cell(system, evicted, order)
+            for order in ("cached first", "first come")
+            for system, evicted in (("full", 0), ("balanced", 75))
+        )
+        config.picture.x = "order"
     if variant.endswith("long"):
         config.memory_gib = 110
         config.max_context = config.engine.max_context = 99_328
@@ -59,5 +73,5 @@ def get_config(variant: str = base.MODELS[0]) -> ConfigDict:
     return config
 
 
-def _cell(system: str, evicted: int) -> dict:
-    return {"system": system, "evicted": evicted}
+def _cell(system: str, evicted: int, order: str = "first come") -> dict:
+    return {"system": system, "evicted": evicted, "order": order, "patience": ORDERS[order]}
