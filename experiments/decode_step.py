@@ -77,7 +77,8 @@ def _output_tokens(config: Mapping[str, Any]) -> int:
     """Enough for all turns; none of the rows may finish before the last one.
 
     The first rows decode already while the prompts of the others are computed, a few at a time: a
-    few steps after each chunk, a whole turn when a prefix is complete for which all others wait.
+    few steps after each chunk, a whole turn when a prefix is complete for which all others wait, and one
+    with the last chunk.
     """
     engine, prefix = config["engine"], config["prefix_tokens"]
     lengths = (prefix,) if isinstance(prefix, int) else prefix
@@ -87,7 +88,7 @@ def _output_tokens(config: Mapping[str, Any]) -> int:
     requests = engine.get("chunk_requests", EngineConfig.chunk_requests)
     calls = -(-prompts // tokens) + 2 * -(-config["batch"] // requests) + 1
     between = engine.get("prefill_decode_steps", EngineConfig.prefill_decode_steps)
-    turns = len(lengths) + WARMUP_TURNS + config["repeats"]
+    turns = len(lengths) + 1 + WARMUP_TURNS + config["repeats"]
     return calls * min(between, config["steps"]) + turns * config["steps"] + 1
 
 

@@ -130,6 +130,6 @@ def _names(picture: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> lis
     return [
         "\n".join(
             [str(row[picture["series"]]), *(f"{row[key]}{units.get(key, '')}" for key in kinds)]
-        )
+        ).replace(" ", "\n")
         for row in rows
     ]

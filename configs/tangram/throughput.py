@@ -51,6 +51,7 @@ def get_config(variant: str = base.MODELS[0]) -> ConfigDict:
         config.cells = (full, *(_cell(part, 75) for part in parts), *cached)
         config.picture.x = "order"
     if variant.endswith("crowded"):
+        config.title += ", 16 conversations"
         config.workload.update(conversations=16)
         config.cells = tuple(
             _cell(system, evicted, order)

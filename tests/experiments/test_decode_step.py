@@ -13,7 +13,7 @@ from kvgrain_jax.errors import ConfigError
 
 def tiny_config(out, **changes):
     small = {"model": "random:tiny", "prefix_tokens": 64, "batch": 4, "suffix_tokens": 8}
-    few = {"steps": 2, "repeats": 3, "systems": ("uniform16", "cascade16"), "out": str(out)}
+    few = {"steps": 8, "repeats": 3, "systems": ("uniform16", "cascade16"), "out": str(out)}
     return decode_step_config.get_config().to_dict() | small | few | changes
 
 
