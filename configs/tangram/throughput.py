@@ -9,8 +9,9 @@ FILE is a head profile, for Qwen3-4B a published one (see ``published_profiles.p
 other heads its fractions are resampled, and the result says so. Variants are ``MODEL``, ``MODEL-headline``
 (the whole cache, and all parts at 75%), ``MODEL-crowded`` and ``MODEL-long`` (98,304 tokens; eight
 conversations, two questions each, room for two whole caches) for ``qwen3-4b`` and ``qwen2.5-7b``. The headline
-cells of Qwen3-4B take some 6 minutes on one H200, the crowded ones 5, all cells of a model 14, the long ones 4
-(estimated, not measured).
+cells of Qwen3-4B take 5.8 minutes on one H200, compilation included, those of Qwen2.5-7B without ``budgets`` 3.4;
+the crowded ones with ``cached first``, their programs compiled before, run for 48 and 45 seconds. All crowded ones
+take 5 minutes, all cells of a model 14, the long ones 4 (estimated, not measured).
 
 Twelve conversations ask five questions each, in turn, over contexts of their own (as many as a conversation
 of SCBench has in the mean); the pool holds four whole caches, and at 75% evicted those of 13 conversations to
