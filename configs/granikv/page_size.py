@@ -5,7 +5,7 @@
     python -m experiments.tables --config=configs/granikv/page_size.py:smoke
 
 `kvgrain` with COLD pages of each size, HOT and everything else the same: 256 requests at once, three
-times, and steady decode steps. 3.5 minutes on one H200, 1 for the headline cell (steps only).
+times, and steady decode steps. 3 minutes on one H200, 2 for the headline cell (steps only).
 """
 
 from ml_collections import ConfigDict

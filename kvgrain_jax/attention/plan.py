@@ -280,7 +280,7 @@ def make_work_list(
     tiling: Tiling,
     capacity: int,
     *,
-    causal: bool = False,
+    earlier: Sequence[int] | None = None,
     schedule: Schedule | None = None,
 ) -> WorkList:
     """Cut segments into tiles; together they cover every visible (row, key) pair once.
@@ -289,8 +289,9 @@ def make_work_list(
       segments: the segments.
       tiling: size of a tile.
       capacity: ``W``, entries of the list.
-      causal: row ``i`` of a segment sees no key behind its ``i``-th; tiles that no row sees are
-        left out.
+      earlier: for causal segments, how many keys of each lie before the one that its first row
+        sees last: row ``i`` sees no key behind the ``earlier + i``-th, and tiles that no row sees
+        are left out.
       schedule: the same work for the GPU kernels.
 
     Raises:
@@ -301,7 +302,9 @@ def make_work_list(
         row = np.arange(0, segment.n_rows, tiling.row_tile)
         kv = np.arange(0, segment.length, tiling.kv_tile)
         row, kv = np.repeat(row, kv.size), np.tile(kv, row.size)
-        seen = kv < row + tiling.row_tile if causal else np.ones(kv.size, bool)
+        seen = np.full(kv.size, True)
+        if earlier is not None:
+            seen = kv < earlier[i] + row + tiling.row_tile
         parts.append(np.stack([np.full(kv.size, i), row, kv], axis=1)[seen])
     items = np.concatenate([np.zeros((0, 3), np.int64), *parts])
     if len(items) > capacity:

@@ -6,10 +6,15 @@
 Earlier tokens are all visible, so both pool parts are plain segment attention, and adjacent requests
 behind one prefix share its segment as decode rows do. Only the keys that the chunk brings along need
 the causal mask, and they lie side by side.
+
+On a GPU earlier tokens in pages are first copied in front of their request's own ones (``stage_kv``), as many as
+there is room for, and read with these as one causal segment: a copied token costs as much as
+some ten queries that attend to it by gathered loads.
 """
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +34,12 @@ from kvgrain_jax.attention.plan import (
     plan_holds,
 )
 from kvgrain_jax.attention.segments import HotPiece, Segment, segments_that_fit
-from pallas_kernels import merge_row_partials, segment_partials
+from pallas_kernels import merge_row_partials, segment_partials, stage_kv
 from pallas_kernels.row_partials import RowPartials
+from pallas_kernels.segment_attention.schedule import ALIGNMENT
 
 PREFILL_TILING = Tiling(row_tile=64, kv_tile=256)
+STAGED_TILE = 128  # staged tokens are padded to a multiple of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,12 +82,21 @@ class PrefillPlan:
     Attributes:
       hot: earlier tokens in contiguous slots.
       cold: earlier tokens in pages, as indices of the flattened page tables of the batch.
-      own: tokens of the chunk itself, as indices of the chunk.
+      own: tokens of the chunk itself, behind the earlier ones staged with them: indices of the
+        staged tokens; of the chunk, where none are staged.
+      first: position in the chunk of the first key of each segment of ``own``: negative where
+        earlier tokens lie in front.
+      staged: where each staged token comes from: an index of the flattened page tables, or, behind
+        these, of the chunk. None where nothing is staged.
+      n_staged: how many of them count.
     """
 
     hot: SegmentWork
     cold: SegmentWork
     own: SegmentWork
+    first: Int[Array, "C"]
+    staged: Int[Array, "S"] | None
+    n_staged: Int[Array, ""]
 
 
 def make_prefill_plan(
@@ -92,6 +108,7 @@ def make_prefill_plan(
     n_slots: int,
     max_parts: int,
     max_pieces: int,
+    max_staged: int = 0,
     tiling: Tiling = PREFILL_TILING,
     kernels: KernelShape | None = None,
 ) -> PrefillPlan:
@@ -107,6 +124,8 @@ def make_prefill_plan(
       max_parts: requests in a chunk at most.
       max_pieces: contiguous segments of a chunk at most, beyond one for each request; the innermost
         pieces of a chunk that has more, or deeper ones than the plan has room for, are read through
+        the page tables.
+      max_staged: earlier tokens in pages that are staged at most; what has no room is read through
         the page tables.
       tiling: tile of the work lists.
       kernels: shape to schedule the GPU kernels for.
@@ -131,15 +150,20 @@ def make_prefill_plan(
 
     shared, pieces = segments_that_fit([_earlier(part) for part in parts], fits)
     hot = of_tokens(shared)
-    cold, own = [], []
-    for part, of_part, token in zip(parts, pieces, ends, strict=False):
-        contiguous = sum(piece.length for piece in of_part)
-        if contiguous < part.first:
-            base = part.row * row_tokens + contiguous
-            cold.append(Segment(base, part.first - contiguous, token, part.n_tokens))
-        own.append(Segment(token, part.n_tokens, token, part.n_tokens))
+    cold, own, before, sources, n_staged = _stage(
+        parts,
+        [sum(piece.length for piece in of_part) for of_part in pieces],
+        n_rows=n_rows,
+        row_tokens=row_tokens,
+        room=max_staged,
+    )
+    n_own = n_tokens
+    if max_staged:
+        n_own = n_tokens + max_staged + ALIGNMENT * max_parts
+        n_own += -n_own % STAGED_TILE
+        sources = np.concatenate([sources, np.zeros(n_own - len(sources), np.int32)])
 
-    def work(segments, n_slots, max_segments, levels=1, causal=False):
+    def work(segments, n_slots, max_segments, levels=1, earlier=None):
         table = np.zeros((max_segments, 4), np.int32)
         table[: len(segments)] = np.asarray(segments, np.int32).reshape(-1, 4)
         tile = Tiling(min(tiling.row_tile, n_tokens), min(tiling.kv_tile, n_slots))
@@ -154,7 +178,7 @@ def make_prefill_plan(
                 segments,
                 tile,
                 tiles,
-                causal=causal,
+                earlier=earlier,
                 schedule=make_schedule(
                     segments,
                     kernels,
@@ -162,16 +186,73 @@ def make_prefill_plan(
                     n_slots=n_slots,
                     max_segments=max_segments,
                     levels=levels,
-                    diagonals=[segment.base for segment in segments] if causal else None,
+                    diagonals=None
+                    if earlier is None
+                    else [s.base + n for s, n in zip(segments, earlier, strict=True)],
                 ),
             ),
         )
 
+    first = np.zeros(max_parts, np.int32)
+    first[: len(own)] = [s.first_row - n for s, n in zip(own, before, strict=True)]
     return PrefillPlan(
         hot=work(hot, n_slots, max_hot, levels=MAX_LEVELS),
         cold=work(cold, n_rows * row_tokens, max_parts),
-        own=work(own, n_tokens, max_parts, causal=True),
+        own=work(own, n_own, max_parts, earlier=before),
+        first=jnp.asarray(first),
+        staged=jnp.asarray(sources) if max_staged else None,
+        n_staged=jnp.int32(n_staged),
     )
+
+
+class _Staging(NamedTuple):
+    """What ``_stage`` returns.
+
+    Attributes:
+      cold: earlier tokens that stay in the pages.
+      own: of each part the staged tokens.
+      before: how many of them are earlier ones.
+      sources: where each staged token comes from, see ``PrefillPlan.staged``.
+      n_staged: how many there are.
+    """
+
+    cold: list[Segment]
+    own: list[Segment]
+    before: list[int]
+    sources: Int[np.ndarray, "n_staged"]
+    n_staged: int
+
+
+def _stage(
+    parts: Sequence[ChunkPart],
+    contiguous: Sequence[int],
+    *,
+    n_rows: int,
+    row_tokens: int,
+    room: int,
+) -> _Staging:
+    """Lay out the tokens of a chunk, each part's behind the earlier ones for which there is room.
+
+    ``contiguous`` earlier tokens of each part are read from their slots. Without any room the tokens
+    are those of the chunk, in place.
+    """
+    alignment = ALIGNMENT if room else 1
+    cold, own, before, sources = [], [], [], [np.zeros(0, np.int32)]
+    token, end = 0, 0
+    for part, skipped in zip(parts, contiguous, strict=True):
+        pages, earlier = part.row * row_tokens + skipped, part.first - skipped
+        if earlier > room:
+            cold.append(Segment(pages, earlier, token, part.n_tokens))
+            earlier = 0
+        room -= earlier
+        own.append(Segment(end, earlier + part.n_tokens, token, part.n_tokens))
+        before.append(earlier)
+        token, end = token + part.n_tokens, end + earlier + part.n_tokens
+        new = n_rows * row_tokens + np.arange(token - part.n_tokens, token, dtype=np.int32)
+        gap = -end % alignment
+        sources += [np.arange(pages, pages + earlier, dtype=np.int32), new, np.zeros(gap, np.int32)]
+        end += gap
+    return _Staging(cold, own, before, np.concatenate(sources), end)
 
 
 def _earlier(part: ChunkPart) -> list[HotPiece]:
@@ -235,17 +316,18 @@ def prefill_attention(
         )
 
     order = jnp.arange(q.shape[0], dtype=jnp.int32)
+    slots = page_slots(pages.reshape(-1), page_size)
+    own_k, own_v = new_k.astype(k.dtype), new_v.astype(v.dtype)
+    if plan.staged is not None:
+        n_paged = slots.shape[0]
+        new = k.shape[0] + plan.staged - n_paged
+        source = jnp.where(plan.staged < n_paged, slots.at[plan.staged].get(mode="clip"), new)
+        own_k, own_v = stage_kv(k, v, own_k, own_v, source, plan.n_staged)
     out, lse = merge_row_partials(
         [
             attend(plan.hot, k, v),
-            attend(plan.cold, k, v, slots=page_slots(pages.reshape(-1), page_size)),
-            attend(
-                plan.own,
-                new_k.astype(k.dtype),
-                new_v.astype(v.dtype),
-                row_positions=order,
-                first_positions=plan.own.segments[:, 0],
-            ),
+            attend(plan.cold, k, v, slots=slots),
+            attend(plan.own, own_k, own_v, row_positions=order, first_positions=plan.first),
         ],
         n_heads=q.shape[1],
         out_dtype=out_dtype,

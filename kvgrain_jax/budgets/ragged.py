@@ -159,7 +159,11 @@ def own_work(n_kv_heads: int, n_tokens: int, *, kernels: KernelShape | None) -> 
             diagonals=first,
         )
     work = make_work_list(
-        segments, tiling, tiles, causal=True, schedule=jax.tree.map(jnp.asarray, schedule)
+        segments,
+        tiling,
+        tiles,
+        earlier=[0] * len(segments),
+        schedule=jax.tree.map(jnp.asarray, schedule),
     )
     return SegmentWork(jnp.asarray(segments, jnp.int32), work)
 

@@ -48,6 +48,9 @@ class EngineConfig:
       max_slabs: live HOT slabs at most.
       max_segments: segments of one batch at most; pieces of prefixes beyond are read by pages.
       max_pieces: contiguous pieces of one request that a prefill reads as such.
+      max_staged: earlier tokens in pages that a prefill copies side by side at most before it reads
+        them; the copies of one layer are alive at once. None for one request's whole context or 16
+        times the chunk, whichever is more, where GPU kernels run, and for no copies elsewhere.
       slab_align: HOT slab bases are multiples of this many tokens.
       kv_dtype: dtype of keys and values.
 
@@ -76,6 +79,7 @@ class EngineConfig:
     max_slabs: int = 64
     max_segments: int = 64
     max_pieces: int = 8
+    max_staged: int | None = None
     slab_align: int = 64
     kv_dtype: DTypeLike = jnp.float32
 
@@ -104,6 +108,8 @@ class EngineConfig:
                 f"prefill_decode_steps is {self.prefill_decode_steps}; give a number from 0 to "
                 f"decode_steps, {self.decode_steps}."
             )
+        if self.max_staged is not None and self.max_staged < 0:
+            raise ConfigError(f"max_staged is {self.max_staged}; give a number of tokens, or 0.")
         if self.max_context is not None and self.max_context < 1:
             raise ConfigError(f"max_context is {self.max_context}; give at least 1.")
         if (self.pool_tokens is None) == (self.pool_bytes is None):

@@ -42,6 +42,7 @@ def pack_chunk(
     n_slots: int,
     max_parts: int,
     max_pieces: int,
+    max_staged: int = 0,
     kernels: KernelShape | None = None,
 ) -> Chunk:
     """Pack parts one behind the other. The shapes depend on the keyword arguments only.
@@ -55,6 +56,7 @@ def pack_chunk(
       max_parts: capacity in requests.
       max_pieces: contiguous pieces of a chunk beyond one for each request that are read as such;
         further ones are read through the page tables.
+      max_staged: earlier tokens in pages that are copied side by side before they are read.
       kernels: shape to schedule the GPU kernels for.
     """
     tokens = np.zeros(size, np.int32)
@@ -89,6 +91,7 @@ def pack_chunk(
             n_slots=n_slots,
             max_parts=max_parts,
             max_pieces=max_pieces,
+            max_staged=max_staged,
             kernels=kernels,
         ),
     )

@@ -21,7 +21,7 @@ N_SLOTS, ROW_TOKENS, HEADS, KV_HEADS, HEAD_DIM = 256, 96, 6, 2, 8
 SMALL_TILES = Tiling(4, 16)
 
 
-def check(parts, tables, size, page_size=1, tiling=SMALL_TILES, max_parts=3, max_pieces=2):
+def check(parts, tables, size, page_size=1, tiling=SMALL_TILES, max_parts=3, **sizes):
     """Compare a chunk with the reference; ``tables``: slots of each row's context, in order."""
     rng = np.random.default_rng(0)
     q = rng.standard_normal((size, HEADS, HEAD_DIM))
@@ -53,8 +53,8 @@ def check(parts, tables, size, page_size=1, tiling=SMALL_TILES, max_parts=3, max
         row_tokens=ROW_TOKENS,
         n_slots=N_SLOTS,
         max_parts=max_parts,
-        max_pieces=max_pieces,
         tiling=tiling,
+        **{"max_pieces": 2, **sizes},
     )
     attend = jax.jit(prefill_attention, static_argnames="page_size")
     got = attend(
@@ -165,3 +165,42 @@ def test_pieces_that_the_plan_does_not_hold_are_read_through_the_pages():
     assert plan.hot.segments.tolist() == [[0, 8, 0, 10], [32, 7, 0, 10]]
     assert plan.cold.segments.tolist() == [[15, 11, 0, 10]]
     check([part], tables, 16, max_parts=1, max_pieces=1)
+
+
+@pytest.mark.parametrize("room", [1, 33, 36, 96])
+def test_earlier_tokens_in_pages_are_staged_as_far_as_there_is_room(room):
+    slots = scattered(80)
+    tables = {0: np.concatenate([np.arange(0, 33), slots[:20]]), 1: slots[20:60], 2: slots[60:]}
+    parts = [
+        ChunkPart(1, 33, 7, ()),
+        ChunkPart(0, 36, 5, (HotPiece(2, 0, 33),)),
+        ChunkPart(2, 0, 9, ()),
+    ]
+    check(parts, tables, 24, max_staged=room)
+
+
+def test_staged_pages_of_several_tokens():
+    ids = np.random.default_rng(3).permutation(np.arange(32, 64))
+    slots = (ids[:, None] * 4 + np.arange(4)).reshape(-1)[:90]
+    check([ChunkPart(1, 18, 22, ())], {1: slots}, 32, page_size=4, max_staged=64)
+
+
+def test_staged_tokens_lie_in_front_of_their_requests_own():
+    parts = [ChunkPart(2, 5, 3, ()), ChunkPart(0, 40, 4, ()), ChunkPart(1, 2, 1, ())]
+    plan = make_prefill_plan(
+        parts,
+        n_tokens=16,
+        n_rows=3,
+        row_tokens=96,
+        n_slots=256,
+        max_parts=3,
+        max_pieces=1,
+        max_staged=32,
+    )
+    assert plan.own.segments.tolist() == [[0, 8, 0, 3], [8, 4, 3, 4], [16, 3, 7, 1]]
+    assert plan.cold.segments.tolist() == [[0, 40, 3, 4], [0, 0, 0, 0], [0, 0, 0, 0]]
+    assert plan.first.tolist() == [-5, 3, 5]
+    assert plan.n_staged == 24
+    assert plan.staged is not None
+    assert plan.staged[:8].tolist() == [192, 193, 194, 195, 196, 288, 289, 290]
+    assert plan.staged[16:19].tolist() == [96, 97, 295]

@@ -47,6 +47,7 @@ SYSTEMS = {
     "dense, pages of 4": ("kvgrain", {"backend": "dense", "page_size": 4}),
     "cascade, pages of 16": ("kvgrain", {"backend": "cascade", "page_size": 16}),
     "paged, pages of 16, with HOT": ("kvgrain", {"backend": "paged", "page_size": 16}),
+    "prefill from copies of earlier tokens": ("kvgrain", {"hot_fraction": 0.0, "max_staged": 48}),
 }
 
 

@@ -1,4 +1,4 @@
-"""What every implementation of the merges and of ``append_kv`` shows."""
+"""What every implementation of the merges, of ``append_kv``, ``stage_kv`` and their like shows."""
 
 import jax
 import jax.numpy as jnp
@@ -191,6 +191,47 @@ class AppendSuite(Suite):
     )
     def test_head_shapes(self, heads, head_dim):
         self.check([4, 9, 2], heads=heads, head_dim=head_dim)
+
+
+STAGE_KV = jax.jit(pallas_kernels.stage_kv, static_argnames="implementation")
+
+
+class StageSuite(Suite):
+    """Tokens of the pool and new ones lie side by side, in the order asked for."""
+
+    def check(self, slots, n=None, *, n_slots=50, n_new=6, heads=2, head_dim=64, dtype="bfloat16"):
+        k, v = (draw(i, (n_slots, heads, head_dim), dtype) for i in (26, 27))
+        new_k, new_v = (draw(i, (n_new, heads, head_dim), dtype) for i in (28, 29))
+        n = len(slots) if n is None else n
+        actual = STAGE_KV(
+            *(k, v, new_k, new_v, jnp.asarray(slots, jnp.int32), jnp.int32(n)),
+            implementation=self.implementation,
+        )
+        for got, pool, rows in zip(actual, (k, v), (new_k, new_v), strict=True):
+            assert got.dtype == jnp.dtype(dtype)
+            want = np.concatenate([wide(pool), wide(rows)])[np.asarray(slots)[:n]]
+            np.testing.assert_array_equal(wide(got)[:n], want)
+
+    @essential
+    def test_tokens_of_the_pool_and_new_ones_in_any_order(self):
+        self.check([7, 50, 0, 49, 55, 23, 7, 51, 52, 3, 4])
+
+    @essential
+    def test_what_lies_behind_the_tokens_that_count_is_not_read(self):
+        self.check([4, 53, 2**31 - 1, 2**31 - 1], 2)
+
+    def test_no_token_counts(self):
+        self.check([0, 0, 0], 0)
+
+    @pytest.mark.parametrize("dtype", ["float16", "float32"])
+    def test_dtypes_of_the_pool(self, dtype):
+        self.check([4, 52, 2], dtype=dtype)
+
+    @pytest.mark.parametrize(
+        ("heads", "head_dim"), [(1, 64), (3, 80), (8, 128), (5, 112), (32, 96)]
+    )
+    def test_shapes_of_heads(self, heads, head_dim):
+        self.check([4, 53, 9], heads=heads, head_dim=head_dim)
 
 
 ROPE_APPEND = jax.jit(pallas_kernels.rope_append, static_argnames=("eps", "implementation"))

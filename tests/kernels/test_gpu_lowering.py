@@ -13,6 +13,7 @@ from pallas_kernels.append import triton as append_triton
 from pallas_kernels.segment_attention import build_schedule, mosaic
 from pallas_kernels.segment_attention import triton as segment_triton
 from pallas_kernels.split_kv_decode import triton as decode_triton
+from pallas_kernels.stage import triton as stage_triton
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 
@@ -92,3 +93,10 @@ def test_triton_append_lowers():
     new = jax.ShapeDtypeStruct((20, 3, 80), jnp.float32)
     slots = jax.ShapeDtypeStruct((20,), jnp.int32)
     assert "triton" in lower(append_triton.append_kv, pool, pool, new, new, slots)
+
+
+def test_triton_staging_lowers():
+    pool = jax.ShapeDtypeStruct((512, 3, 80), jnp.bfloat16)
+    new = jax.ShapeDtypeStruct((20, 3, 80), jnp.bfloat16)
+    slots, n = jax.ShapeDtypeStruct((60,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    assert "triton" in lower(stage_triton.stage_kv, pool, pool, new, new, slots, n)

@@ -2,7 +2,13 @@
 
 import pytest
 from decode_suite import LongestFirstSuite, SplitKvDecodeSuite
-from merge_append_suites import AddRmsNormSuite, AppendSuite, RopeAppendSuite, RowMergeSuite
+from merge_append_suites import (
+    AddRmsNormSuite,
+    AppendSuite,
+    RopeAppendSuite,
+    RowMergeSuite,
+    StageSuite,
+)
 from segment_suite import SegmentAttentionSuite
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
@@ -38,6 +44,13 @@ class TestRowMerge(RowMergeSuite):
 
 class TestAppend(AppendSuite):
     """``append_kv`` in Pallas Triton."""
+
+    implementation = "triton"
+    slow_interpreter = True
+
+
+class TestStage(StageSuite):
+    """``stage_kv`` in Pallas Triton."""
 
     implementation = "triton"
     slow_interpreter = True

@@ -1,7 +1,13 @@
 """The specifications, against float64 NumPy."""
 
 from decode_suite import SplitKvDecodeSuite
-from merge_append_suites import AddRmsNormSuite, AppendSuite, MergeSuite, RopeAppendSuite
+from merge_append_suites import (
+    AddRmsNormSuite,
+    AppendSuite,
+    MergeSuite,
+    RopeAppendSuite,
+    StageSuite,
+)
 from segment_suite import SegmentAttentionSuite
 
 
@@ -19,6 +25,10 @@ class TestMerge(MergeSuite):
 
 class TestAppend(AppendSuite):
     """``append_kv`` in XLA."""
+
+
+class TestStage(StageSuite):
+    """``stage_kv`` in XLA."""
 
 
 class TestRopeAppend(RopeAppendSuite):
