@@ -307,5 +307,6 @@ PICTURES: dict[str, Sequence[Callable[..., None]]] = {
     "kernels": (_bars("us"), _roofline),
     "roofline": (_roofline,),
     "pools": (_bars("tok_s"), _bars("cold_prefix_peak"), _occupancy),
+    "sharing": (_bars("tok_s"), _bars("prefix_mib_step"), _occupancy),
     "replay": (_bars("tok_s"), _bars("ttft_p50_s"), _tpot, _occupancy),
 }

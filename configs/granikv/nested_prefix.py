@@ -19,7 +19,7 @@ from configs.granikv import base
 def get_config(variant: str = "full") -> ConfigDict:
     config = base.table("nested_prefix", variant, "Nested segments against one class a row, B 64")
     config.axes = ("sharing",)
-    config.picture = "pools"
+    config.picture = "sharing"
     config.metrics = (
         "tok_s",
         "speedup",

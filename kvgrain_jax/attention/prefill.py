@@ -7,9 +7,8 @@ Earlier tokens are all visible, so both pool parts are plain segment attention, 
 behind one prefix share its segment as decode rows do. Only the keys that the chunk brings along need
 the causal mask, and they lie side by side.
 
-On a GPU earlier tokens in pages are first copied in front of their request's own ones (``stage_kv``), as many as
-there is room for, and read with these as one causal segment: a copied token costs as much as
-some ten queries that attend to it by gathered loads.
+On a GPU earlier tokens in pages are first copied in front of their request's own ones
+(``stage_kv``), as many as there is room for, and read with these as one causal segment.
 """
 
 import dataclasses

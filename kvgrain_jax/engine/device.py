@@ -178,6 +178,7 @@ class Device:
             backends=plan.choices.backends,
             page_size=self.cache.geometry.page_size,
             greedy=self.config.greedy,
+            row_parts=self.config.row_parts,
             ranks=self._ranks,
         )
         return Decoding(plan, pool, trace)
