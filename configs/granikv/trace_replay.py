@@ -50,7 +50,6 @@ def get_config(variant: str = "full") -> ConfigDict:
     config.engine.pool_tokens = 600_064
     config.engine.max_context = 32_768
     config.engine.max_batch = 64
-    config.engine.row_parts = 8
     config.engine.chunk_buckets = (512, 2048, 4096)
     config.engine.hot_fraction = 0.5
     config.engine.policy = "after_hits:2"

@@ -46,9 +46,9 @@ class EngineConfig:
       prefill_decode_steps: the same while prompts are still to be computed, at most
         ``decode_steps``; 0 computes all prompts first.
       row_parts: parts into which a decode step on a GPU cuts the tokens that a row reads for itself;
-        they run at once. None for as many as give two programs to each multiprocessor, which is one
-        where the batch has room for many rows: a few long contexts in it then take long. With 8 a
-        step of short rows takes some more.
+        they run at once. None for as many as give two programs to each multiprocessor, one where
+        the batch has room for many rows; in contexts from 32K on 8 to 16. More of them make long
+        contexts among many rows faster, and a step of short rows a little slower.
       max_slabs: live HOT slabs at most.
       max_segments: segments of one batch at most; pieces of prefixes beyond are read by pages.
       max_pieces: contiguous pieces of one request that a prefill reads as such.

@@ -7,13 +7,26 @@ import numpy as np
 from pallas_kernels.row_partials import RowPartials
 
 LEAST_SPLIT_TOKENS = 64  # a part of fewer tokens costs more to merge than it saves
+# Where rows may be so long, few of them may have to fill the device, however many rows there are.
+LONG_TOKENS, LONG_PART_TOKENS, MOST_LONG_PARTS = 32_768, 4096, 16
 
 
 def even_splits(n_programs, n_tokens):
-    """Parts of each row where no table says: enough for two programs a multiprocessor."""
+    """Parts of each row where no table says.
+
+    Enough for two programs a multiprocessor, and of long rows so many that one which is alone in
+    its batch does not wait for one program.
+
+    Args:
+      n_programs: of all rows, if none is cut.
+      n_tokens: of the longest row that there may be.
+    """
     device = jax.local_devices()[0]
     wanted = 2 * device.core_count if device.platform == "gpu" else 1
-    return max(1, min(-(-wanted // n_programs), n_tokens // LEAST_SPLIT_TOKENS))
+    parts = -(-wanted // n_programs)
+    if n_tokens >= LONG_TOKENS:
+        parts = max(parts, min(MOST_LONG_PARTS, n_tokens // LONG_PART_TOKENS))
+    return max(1, min(parts, n_tokens // LEAST_SPLIT_TOKENS))
 
 
 def split_partials(outs, lses, splits, group) -> RowPartials:

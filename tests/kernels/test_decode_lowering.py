@@ -11,6 +11,7 @@ from pallas_kernels.head_group_decode import triton as head_group_triton
 from pallas_kernels.merge import triton as merge_triton
 from pallas_kernels.row_partials import RowPartials
 from pallas_kernels.split_kv_decode import triton as decode_triton
+from pallas_kernels.split_kv_decode.splits import even_splits
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 
@@ -75,3 +76,11 @@ def test_head_group_decode_lowers(shape):
     pages = jax.ShapeDtypeStruct((20, n_kv_heads, 30), jnp.int32)
     lengths = jax.ShapeDtypeStruct((20, n_kv_heads, n_kv_heads), jnp.int32)
     assert "triton" in lower(call, *arrays(*shape), pages, lengths)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="expects no multiprocessors to fill")
+@pytest.mark.parametrize(
+    ("n_tokens", "parts"), [(64, 1), (32_767, 1), (32_768, 8), (65_536, 16), (131_072, 16)]
+)
+def test_rows_that_may_be_long_are_cut_however_many_there_are(n_tokens, parts):
+    assert even_splits(2048, n_tokens) == parts
