@@ -14,6 +14,7 @@ from experiments.kernel_cases import (
     suffix_case,
     whole_case,
 )
+from experiments.prefill_cases import chunk_case
 
 EVEN = "suffix B256 S256"  # what rows of mixed lengths are held against
 
@@ -109,6 +110,9 @@ def cases() -> Iterator[tuple[str, Callable[[], Case]]]:
             ),
         )
     yield "append B256", lambda: append_case("append B256", LLAMA, 256, 1 << 17)
+    for earlier, new in ((4096, 4096), (28_672, 4096), (16_384, 512)):
+        name = f"prefill {new} behind {earlier}"
+        yield name, lambda m=name, e=earlier, n=new: chunk_case(m, LLAMA, e, n)
     for shape in dict.fromkeys(ARG_SPECS.values()):
         model = ", ".join(name for name, other in ARG_SPECS.items() if other == shape)
         yield (

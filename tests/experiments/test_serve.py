@@ -90,6 +90,15 @@ def test_a_picture_is_drawn(served):
     assert (folder / "serve.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.fixture
+def heeds_interrupts():
+    """A process that was started in the background ignores them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_interrupts")
 def test_ctrl_c_writes_what_was_measured(tmp_path, monkeypatch):
     step, sent = Engine._step, []
 
@@ -204,6 +213,7 @@ def test_warmup_compiles_the_programs_of_every_system_and_serves_nothing(served,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_warmup_without_a_cache_to_fill_is_refused():
     flags = ["--config=configs/smoke.py", "--warmup", "--compilation_cache=none"]
     command = [sys.executable, "-m", "experiments.serve", *flags]

@@ -168,7 +168,7 @@ def test_an_unknown_variant_is_an_error():
 # -- every smoke variant -------------------------------------------------------------------------
 
 
-QUICK = ("page_size",)  # two engines, served and stepped
+QUICK = ("hot_fraction",)  # which another test here needs too
 
 
 def slow_but(quick, names):
@@ -430,6 +430,7 @@ def test_rendering_measures_nothing(short):
     assert result["pending"] == 2
 
 
+@pytest.mark.slow
 def test_an_unknown_variant_on_the_command_line_is_a_sentence():
     config = "--config=configs/granikv/page_size.py:quick"
     command = [sys.executable, "-m", "experiments.tables", config]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import kernel_cases, kernel_picture, kernel_sweep, kernels
+from experiments import kernel_cases, kernel_picture, kernel_sweep, kernels, prefill_cases
 from experiments.kernel_timing import UNROLL, Ceilings, compile_loop
 from kvgrain_jax.errors import ConfigError
 from pallas_kernels.implementation import interpreted
@@ -55,6 +55,16 @@ def test_the_whole_attention_is_that_of_prefix_and_suffix():
             lse[row], jax.nn.logsumexp(scores, axis=-1).reshape(4), atol=1e-2
         )
     assert out.dtype == q.dtype
+
+
+def test_a_chunk_reads_copied_earlier_tokens_as_the_specifications_read_gathered_ones():
+    case = prefill_cases.chunk_case("c", SHAPE, 24, 8)
+    with interpreted():
+        copied = case.steps["copied"](0, *case.args)
+    expected = case.steps["gathered"](0, *case.args)
+    assert copied.shape == (8, 4, 64)
+    np.testing.assert_allclose(*(x.astype(jnp.float32) for x in (copied, expected)), atol=2e-2)
+    assert case.flops == 4 * (8 * 24 + 36) * 4 * 64
 
 
 def test_the_order_of_rows_is_no_part_of_the_work():

@@ -130,28 +130,33 @@ def test_what_cannot_be_cut_is_refused(one_process, case, message):
     assert message in one_process["refusals"][case]
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_logits_of_one_device(two_processes):
     for found in two_processes:
         assert found["devices"] == [2, 1]
         assert found["difference"] < 1e-5
 
 
+@pytest.mark.slow
 def test_all_processes_receive_the_numbers_of_the_first_exactly(two_processes):
     for found in two_processes:
         assert found["broadcast"] == [1e9, 2**40]
 
 
+@pytest.mark.slow
 def test_processes_agree_on_the_id_of_their_weights(two_processes):
     first, second = (found["checkpoint"] for found in two_processes)
     assert first == second
 
 
+@pytest.mark.slow
 def test_engines_of_two_processes_give_the_tokens_of_one(two_processes, one_process):
     for found in two_processes:
         assert found["engine"]["backends"] == ["cascade"]
         assert found["engine"]["tokens"] == one_process["engines"]["one"]["tokens"]
 
 
+@pytest.mark.slow
 def test_mesh_that_leaves_a_process_without_devices_is_refused(two_processes):
     assert "leave process 1 without one" in two_processes[0]["one device"]
 
