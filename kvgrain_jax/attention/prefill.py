@@ -13,7 +13,6 @@ On a GPU earlier tokens in pages are first copied in front of their request's ow
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +32,11 @@ from kvgrain_jax.attention.plan import (
     plan_holds,
 )
 from kvgrain_jax.attention.segments import HotPiece, Segment, segments_that_fit
+from kvgrain_jax.attention.staging import StagedPart, stage
 from pallas_kernels import merge_row_partials, segment_partials, stage_kv
 from pallas_kernels.row_partials import RowPartials
-from pallas_kernels.segment_attention.schedule import ALIGNMENT
 
 PREFILL_TILING = Tiling(row_tile=64, kv_tile=256)
-STAGED_TILE = 128  # staged tokens are padded to a multiple of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +83,8 @@ class PrefillPlan:
         staged tokens; of the chunk, where none are staged.
       first: position in the chunk of the first key of each segment of ``own``: negative where
         earlier tokens lie in front.
-      staged: where each staged token comes from: an index of the flattened page tables, or, behind
-        these, of the chunk. None where nothing is staged.
+      staged: where each staged token comes from, see ``staging.Staging``; None where nothing is
+        staged.
       n_staged: how many of them count.
     """
 
@@ -149,18 +147,17 @@ def make_prefill_plan(
 
     shared, pieces = segments_that_fit([_earlier(part) for part in parts], fits)
     hot = of_tokens(shared)
-    cold, own, before, sources, n_staged = _stage(
-        parts,
-        [sum(piece.length for piece in of_part) for of_part in pieces],
-        n_rows=n_rows,
-        row_tokens=row_tokens,
+    skipped = [sum(piece.length for piece in of_part) for of_part in pieces]
+    staging = stage(
+        [
+            StagedPart(part.row * row_tokens + n, part.first - n, part.n_tokens)
+            for part, n in zip(parts, skipped, strict=True)
+        ],
+        n_tokens=n_tokens,
+        n_paged=n_rows * row_tokens,
+        max_parts=max_parts,
         room=max_staged,
     )
-    n_own = n_tokens
-    if max_staged:
-        n_own = n_tokens + max_staged + ALIGNMENT * max_parts
-        n_own += -n_own % STAGED_TILE
-        sources = np.concatenate([sources, np.zeros(n_own - len(sources), np.int32)])
 
     def work(segments, n_slots, max_segments, levels=1, earlier=None):
         table = np.zeros((max_segments, 4), np.int32)
@@ -192,66 +189,17 @@ def make_prefill_plan(
             ),
         )
 
+    own, before = staging.own, staging.before
     first = np.zeros(max_parts, np.int32)
     first[: len(own)] = [s.first_row - n for s, n in zip(own, before, strict=True)]
     return PrefillPlan(
         hot=work(hot, n_slots, max_hot, levels=MAX_LEVELS),
-        cold=work(cold, n_rows * row_tokens, max_parts),
-        own=work(own, n_own, max_parts, earlier=before),
+        cold=work(staging.cold, n_rows * row_tokens, max_parts),
+        own=work(own, len(staging.sources), max_parts, earlier=before),
         first=jnp.asarray(first),
-        staged=jnp.asarray(sources) if max_staged else None,
-        n_staged=jnp.int32(n_staged),
+        staged=jnp.asarray(staging.sources) if max_staged else None,
+        n_staged=jnp.int32(staging.n_staged),
     )
-
-
-class _Staging(NamedTuple):
-    """What ``_stage`` returns.
-
-    Attributes:
-      cold: earlier tokens that stay in the pages.
-      own: of each part the staged tokens.
-      before: how many of them are earlier ones.
-      sources: where each staged token comes from, see ``PrefillPlan.staged``.
-      n_staged: how many there are.
-    """
-
-    cold: list[Segment]
-    own: list[Segment]
-    before: list[int]
-    sources: Int[np.ndarray, "n_staged"]
-    n_staged: int
-
-
-def _stage(
-    parts: Sequence[ChunkPart],
-    contiguous: Sequence[int],
-    *,
-    n_rows: int,
-    row_tokens: int,
-    room: int,
-) -> _Staging:
-    """Lay out the tokens of a chunk, each part's behind the earlier ones for which there is room.
-
-    ``contiguous`` earlier tokens of each part are read from their slots. Without any room the tokens
-    are those of the chunk, in place.
-    """
-    alignment = ALIGNMENT if room else 1
-    cold, own, before, sources = [], [], [], [np.zeros(0, np.int32)]
-    token, end = 0, 0
-    for part, skipped in zip(parts, contiguous, strict=True):
-        pages, earlier = part.row * row_tokens + skipped, part.first - skipped
-        if earlier > room:
-            cold.append(Segment(pages, earlier, token, part.n_tokens))
-            earlier = 0
-        room -= earlier
-        own.append(Segment(end, earlier + part.n_tokens, token, part.n_tokens))
-        before.append(earlier)
-        token, end = token + part.n_tokens, end + earlier + part.n_tokens
-        new = n_rows * row_tokens + np.arange(token - part.n_tokens, token, dtype=np.int32)
-        gap = -end % alignment
-        sources += [np.arange(pages, pages + earlier, dtype=np.int32), new, np.zeros(gap, np.int32)]
-        end += gap
-    return _Staging(cold, own, before, np.concatenate(sources), end)
 
 
 def _earlier(part: ChunkPart) -> list[HotPiece]:

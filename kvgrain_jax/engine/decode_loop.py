@@ -225,7 +225,14 @@ class _Attend:
     """
 
     def __init__(
-        self, rows: Batch, pages, plan: DecodePlan, *, backend: str, page_size: int, row_parts
+        self,
+        rows: Batch,
+        pages,
+        plan: DecodePlan,
+        *,
+        backend: str,
+        page_size: int,
+        row_parts: int | None = None,
     ):
         row = jnp.arange(rows.lengths.shape[0], dtype=jnp.int32)
         page = pages.at[row, rows.lengths // page_size].get(mode="clip")
