@@ -6,7 +6,7 @@
 
 PY := .venv/bin/python
 PYTHON_GPU ?= python3
-PYTEST_ARGS ?= --numprocesses=2 --dist=loadfile
+PYTEST_ARGS ?= --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 # Most of the suite's time is XLA compiling small programs: two workers leave no core to split one over, and
 # what one has compiled the other reads from a folder that lives as long as the run.
 TEST_XLA_FLAGS := --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1

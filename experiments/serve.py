@@ -30,7 +30,6 @@ from ml_collections import config_flags
 import models
 from experiments import flags as shared_flags
 from experiments import report, workloads
-from experiments.pictures import draw_runs
 from experiments.running import (
     Difference,
     SystemRun,
@@ -106,6 +105,8 @@ def serve(
         first_difference=difference,
     )
     if runs:
+        from experiments.pictures import draw_runs  # matplotlib takes a second to import
+
         draw_runs(folder / "serve.png", _title(config, workload), metrics)
         _show_answers(workload, runs, loaded.tokenizer, console)
         _show_facts(workload, console)

@@ -8,8 +8,8 @@ FILE is ``profile.npz`` of ``tools/head_group_clustering/cluster_maps/fastkvzip/
 github.com/aiha-lab/TANGRAM (Apache-2.0); of other models its fractions are resampled. Without one they are
 made up. 37 seconds on one H200, 75 for ``bar``; a few seconds in the smoke variant on a CPU. The goal is
 ``aot`` within 1.08 of ``uniform`` at 100K tokens, batch 4, a quarter kept (the variant ``bar``: that cell and
-half kept, every kernel); the paper has one split for all heads at 1.4 to 1.7. Expect ``aot`` at 1.03 to 1.11
-from batch 4 on, and at 1.3 to 1.7 for a single request, whose longest head has hundreds of parts to merge;
+half kept, every kernel); the paper has one split for all heads at 1.4 to 1.7. Expect ``aot`` at 0.99 to 1.06
+from two requests on, and at 1.01 to 1.13 for one, whose longest head has hundreds of parts to merge;
 ``results/h200/tangram`` says more.
 """
 
