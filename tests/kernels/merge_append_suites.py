@@ -285,6 +285,7 @@ class RopeAppendSuite(Suite):
     def test_rows_go_to_their_slots_and_the_rest_stays(self):
         self.check([7, 0, 39, 23])
 
+    @essential
     def test_a_slot_past_the_pool_drops_the_row_but_not_its_queries(self):
         self.check([40, 3, 2**31 - 1])
 
@@ -305,6 +306,7 @@ class RopeAppendSuite(Suite):
     def test_queries_and_keys_are_normed_first(self, dtype):
         self.check([4, 40, 2], dtype=dtype, eps=1e-5)
 
+    @essential
     def test_norm_of_a_head_dim_that_is_no_power_of_two(self):
         self.check([5], head_dim=80, eps=0.5)
 

@@ -182,7 +182,6 @@ class SegmentAttentionSuite(Suite):
         assert np.isneginf(lse[3:]).all()
         assert (np.asarray(out[3:]) == 0).all()
 
-    @essential
     def test_an_empty_segment_and_a_segment_without_rows_add_nothing(self):
         self.check([(0, 0, 0, 3), (32, 20, 0, 0), (64, 20, 3, 2)])
 
@@ -190,13 +189,11 @@ class SegmentAttentionSuite(Suite):
     def test_rows_that_start_anywhere(self):
         self.check([(0, 40, 1, 2), (64, 33, 3, 5), (104, 70, 8, 25)], n_rows=33, heads=(1, 3))
 
-    @essential
     def test_no_work_gives_the_empty_result_everywhere(self):
         out, lse = self.check([(0, 0, 0, 4)])
         assert (np.asarray(out) == 0).all()
         assert np.isneginf(lse).all()
 
-    @essential
     def test_a_segment_at_the_end_of_the_pool(self):
         self.check([(192, 8, 0, 4)])
 
@@ -278,7 +275,6 @@ class SegmentAttentionSuite(Suite):
     def test_causal_partials_make_up_the_rows(self):
         self.check([(0, 190, 0, 6)], diagonals=[60], partials=True)
 
-    @essential
     def test_repeated_runs_are_bitwise_equal(self):
         first = self.check([(0, 170, 0, 5)], heads=(1, 4))
         second = self.check([(0, 170, 0, 5)], heads=(1, 4))
