@@ -41,6 +41,7 @@ def get_config(variant: str = base.MODELS[0]) -> ConfigDict:
         "conversations": 12,
         "turns": 5,
         "question_tokens": 64,
+        **_order("first come"),
     }
     config.axes = ("order", "system", "evicted")
     config.picture.y = ("requests_s", "rows_peak")
@@ -48,16 +49,16 @@ def get_config(variant: str = base.MODELS[0]) -> ConfigDict:
     full = _cell("full", 0)
     config.cells = (full, *(_cell(part, rate) for rate in (25, 50, 75) for part in parts))
     if variant.endswith("headline"):
-        cached = [_cell(*cell, "cached first") for cell in (("full", 0), ("balanced", 75))]
+        cached = [{**cell, **_order("cached first")} for cell in (full, _cell("balanced", 75))]
         config.cells = (full, *(_cell(part, 75) for part in parts), *cached)
         config.picture.x = "order"
     if variant.endswith("crowded"):
         config.title += ", 16 conversations"
         config.workload.update(conversations=16)
         config.cells = tuple(
-            _cell(system, evicted, order)
+            {**cell, **_order(order)}
             for order in ("cached first", "first come")
-            for system, evicted in (("full", 0), ("balanced", 75))
+            for cell in (full, _cell("balanced", 75))
         )
         config.picture.x = "order"
     if variant.endswith("long"):
@@ -75,5 +76,9 @@ def get_config(variant: str = base.MODELS[0]) -> ConfigDict:
     return config
 
 
-def _cell(system: str, evicted: int, order: str = "first come") -> dict:
-    return {"system": system, "evicted": evicted, "order": order, "patience": ORDERS[order]}
+def _cell(system: str, evicted: int) -> dict:
+    return {"system": system, "evicted": evicted}
+
+
+def _order(name: str) -> dict:
+    return {"order": name, "patience": ORDERS[name]}
