@@ -12,6 +12,7 @@ On a GPU earlier tokens in pages are first copied in front of their request's ow
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -159,47 +160,57 @@ def make_prefill_plan(
         room=max_staged,
     )
 
-    def work(segments, n_slots, max_segments, levels=1, earlier=None):
-        table = np.zeros((max_segments, 4), np.int32)
-        table[: len(segments)] = np.asarray(segments, np.int32).reshape(-1, 4)
-        tile = Tiling(min(tiling.row_tile, n_tokens), min(tiling.kv_tile, n_slots))
-        # Segments of one part of the context have disjoint rows or nest, so a row tile takes in
-        # at most a row's context, and each segment may leave one tile of rows and keys unfilled.
-        tiles = (-(-n_tokens // tile.row_tile) + max_segments) * (
-            -(-row_tokens // tile.kv_tile) + max_segments
-        )
-        return SegmentWork(
-            jnp.asarray(table),
-            make_work_list(
-                segments,
-                tile,
-                tiles,
-                earlier=earlier,
-                schedule=make_schedule(
-                    segments,
-                    kernels,
-                    n_rows=n_tokens,
-                    n_slots=n_slots,
-                    max_segments=max_segments,
-                    levels=levels,
-                    diagonals=None
-                    if earlier is None
-                    else [s.base + n for s, n in zip(segments, earlier, strict=True)],
-                ),
-            ),
-        )
-
+    work = functools.partial(
+        _segment_work, n_tokens=n_tokens, row_tokens=row_tokens, tiling=tiling, kernels=kernels
+    )
     own, before = staging.own, staging.before
     first = np.zeros(max_parts, np.int32)
     first[: len(own)] = [s.first_row - n for s, n in zip(own, before, strict=True)]
     return PrefillPlan(
-        hot=work(hot, n_slots, max_hot, levels=MAX_LEVELS),
-        cold=work(staging.cold, n_rows * row_tokens, max_parts),
-        own=work(own, len(staging.sources), max_parts, earlier=before),
+        hot=work(hot, n_slots=n_slots, max_segments=max_hot, levels=MAX_LEVELS),
+        cold=work(staging.cold, n_slots=n_rows * row_tokens, max_segments=max_parts),
+        own=work(own, n_slots=len(staging.sources), max_segments=max_parts, earlier=before),
         first=jnp.asarray(first),
         staged=jnp.asarray(staging.sources) if max_staged else None,
         n_staged=jnp.int32(staging.n_staged),
     )
+
+
+def _segment_work(
+    segments: Sequence[Segment],
+    *,
+    n_tokens: int,
+    row_tokens: int,
+    n_slots: int,
+    max_segments: int,
+    tiling: Tiling,
+    kernels: KernelShape | None,
+    levels: int = 1,
+    earlier: Sequence[int] | None = None,
+) -> SegmentWork:
+    """Segments over ``n_slots`` keys, and their tiles; see ``make_work_list`` for ``earlier``."""
+    table = np.zeros((max_segments, 4), np.int32)
+    table[: len(segments)] = np.asarray(segments, np.int32).reshape(-1, 4)
+    tile = Tiling(min(tiling.row_tile, n_tokens), min(tiling.kv_tile, n_slots))
+    # Segments of one part of the context have disjoint rows or nest, so a row tile takes in at most
+    # a row's context, and each segment may leave one tile of rows and keys unfilled.
+    tiles = (-(-n_tokens // tile.row_tile) + max_segments) * (
+        -(-row_tokens // tile.kv_tile) + max_segments
+    )
+    diagonals = None
+    if earlier is not None:
+        diagonals = [segment.base + n for segment, n in zip(segments, earlier, strict=True)]
+    schedule = make_schedule(
+        segments,
+        kernels,
+        n_rows=n_tokens,
+        n_slots=n_slots,
+        max_segments=max_segments,
+        levels=levels,
+        diagonals=diagonals,
+    )
+    work = make_work_list(segments, tile, tiles, earlier=earlier, schedule=schedule)
+    return SegmentWork(jnp.asarray(table), work)
 
 
 def _earlier(part: ChunkPart) -> list[HotPiece]:
