@@ -37,7 +37,6 @@ def decode_attention(
     backend: str,
     page_size: int,
     scale: float | None = None,
-    row_parts: int | None = None,
     order: Int[Array, "B"] | None = None,
     out_dtype: DTypeLike = jnp.float32,
 ) -> AttentionPartial:
@@ -54,8 +53,6 @@ def decode_attention(
       backend: one of ``BACKENDS``.
       page_size: tokens of a page; ``plan.starts`` are multiples of it.
       scale: factor of the scores; ``D ** -0.5`` where None.
-      row_parts: parts into which GPU kernels cut the tokens that a row reads for itself; by the
-        number of rows where None.
       order: in which order the GPU takes the rows, see ``row_order``; as they come where None.
       out_dtype: of the output.
 
@@ -93,7 +90,6 @@ def decode_attention(
         lengths,
         page_size=page_size,
         scale=factor,
-        splits=None if row_parts is None else (row_parts,) * k.shape[1],
         prefix=prefix,
         order=order,
         out_dtype=out_dtype,

@@ -45,10 +45,6 @@ class EngineConfig:
       decode_steps: decode steps between two looks of the host.
       prefill_decode_steps: the same while prompts are still to be computed, at most
         ``decode_steps``; 0 computes all prompts first.
-      row_parts: parts into which a decode step on a GPU cuts the tokens that a row reads for itself;
-        they run at once. None for as many as give two programs to each multiprocessor, one where
-        the batch has room for many rows; in contexts from 32K on 8 to 16. More of them make long
-        contexts among many rows faster, and a step of short rows a little slower.
       max_slabs: live HOT slabs at most.
       max_segments: segments of one batch at most; pieces of prefixes beyond are read by pages.
       max_pieces: contiguous pieces of one request that a prefill reads as such.
@@ -80,7 +76,6 @@ class EngineConfig:
     chunk_requests: int = 8
     decode_steps: int = 8
     prefill_decode_steps: int = 1
-    row_parts: int | None = None
     max_slabs: int = 64
     max_segments: int = 64
     max_pieces: int = 8
@@ -113,8 +108,6 @@ class EngineConfig:
                 f"prefill_decode_steps is {self.prefill_decode_steps}; give a number from 0 to "
                 f"decode_steps, {self.decode_steps}."
             )
-        if self.row_parts is not None and self.row_parts < 1:
-            raise ConfigError(f"row_parts is {self.row_parts}; give at least 1.")
         if self.max_staged is not None and self.max_staged < 0:
             raise ConfigError(f"max_staged is {self.max_staged}; give a number of tokens, or 0.")
         if self.max_context is not None and self.max_context < 1:

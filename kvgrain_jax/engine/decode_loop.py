@@ -46,9 +46,7 @@ class DecodeTrace:
 
 @partial(
     jax.jit,
-    static_argnames=(
-        *("step", "n_rows", "max_steps", "backends", "page_size", "greedy", "row_parts", "ranks"),
-    ),
+    static_argnames=("step", "n_rows", "max_steps", "backends", "page_size", "greedy", "ranks"),
     donate_argnames=("kv", "pool", "batch"),
 )
 def decode_loop(
@@ -67,7 +65,6 @@ def decode_loop(
     backends: tuple[str, ...],
     page_size: int,
     greedy: bool = False,
-    row_parts: int | None = None,
     ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
 ) -> tuple[KVCache, cold.ColdState, Batch, DecodeTrace]:
     """Decode up to ``n_steps`` tokens of every active row.
@@ -88,7 +85,6 @@ def decode_loop(
       backends: those that a step can take; a branch of the program is compiled for each.
       page_size: tokens of a page.
       greedy: every row takes its most likely token, and the program has no branch for drawing one.
-      row_parts: see ``EngineConfig``.
       ranks: the devices that run the loop together.
 
     Returns:
@@ -103,7 +99,6 @@ def decode_loop(
         backends=backends,
         page_size=page_size,
         greedy=greedy,
-        row_parts=row_parts,
         axis=ranks.axis,
     )
     return ranks.run(
@@ -127,13 +122,11 @@ def _loop(
     backends: tuple[str, ...],
     page_size: int,
     greedy: bool,
-    row_parts: int | None,
     axis: str | None,
 ) -> tuple[KVCache, cold.ColdState, Batch, DecodeTrace]:
     """``decode_loop`` on one rank."""
     head = jax.tree.map(lambda x: x[:n_rows], batch)
     n_steps = jnp.minimum(n_steps, max_steps)
-    options = {"page_size": page_size, "row_parts": row_parts}
 
     def choice_of(state):
         _, _, rows, _, _ = state
@@ -151,7 +144,7 @@ def _loop(
     def one_step(backend: int, state):
         kv, pool, rows, trace, finished = state
         pool, pages = _take_pages(pool, rows, page_size)
-        attend = _Attend(rows, pages, plan, backend=backends[backend], **options)
+        attend = _Attend(rows, pages, plan, backend=backends[backend], page_size=page_size)
         logits, kv = step(params, rows.tokens, rows.lengths, kv, attend)
         token = _next_token(logits, rows, greedy=greedy, axis=axis)
         trace = dataclasses.replace(
@@ -224,16 +217,7 @@ class _Attend:
     that appends.
     """
 
-    def __init__(
-        self,
-        rows: Batch,
-        pages,
-        plan: DecodePlan,
-        *,
-        backend: str,
-        page_size: int,
-        row_parts: int | None = None,
-    ):
+    def __init__(self, rows: Batch, pages, plan: DecodePlan, *, backend: str, page_size: int):
         row = jnp.arange(rows.lengths.shape[0], dtype=jnp.int32)
         page = pages.at[row, rows.lengths // page_size].get(mode="clip")
         self.place = page * page_size + rows.lengths % page_size
@@ -246,7 +230,6 @@ class _Attend:
             lengths=lengths,
             backend=backend,
             page_size=page_size,
-            row_parts=row_parts,
             order=row_order(plan, lengths, backend=backend),
         )
 

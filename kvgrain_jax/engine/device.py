@@ -178,7 +178,6 @@ class Device:
             backends=plan.choices.backends,
             page_size=self.cache.geometry.page_size,
             greedy=self.config.greedy,
-            row_parts=self.config.row_parts,
             ranks=self._ranks,
         )
         return Decoding(plan, pool, trace)
