@@ -77,8 +77,8 @@ def _output_tokens(config: Mapping[str, Any]) -> int:
     """Enough for all turns; none of the rows may finish before the last one.
 
     The first rows decode already while the prompts of the others are computed, a few at a time: a
-    few steps after each chunk, a whole turn when a prefix is complete for which all others wait, and one
-    with the last chunk.
+    few steps after each chunk, a whole turn when a prefix is complete for which all others wait,
+    and one with the last chunk.
     """
     engine, prefix = config["engine"], config["prefix_tokens"]
     lengths = (prefix,) if isinstance(prefix, int) else prefix

@@ -15,7 +15,7 @@ from jaxtyping import Int
 from kvgrain_jax.attention.segments import Segment
 from pallas_kernels.segment_attention.schedule import ALIGNMENT
 
-TILE = 128  # the room is a multiple of it
+TILE = 128  # sources are padded to a multiple of it
 
 
 class StagedPart(NamedTuple):

@@ -49,8 +49,9 @@ class EngineConfig:
       max_segments: segments of one batch at most; pieces of prefixes beyond are read by pages.
       max_pieces: contiguous pieces of one request that a prefill reads as such.
       max_staged: earlier tokens in pages that a prefill copies side by side at most before it reads
-        them; the copies of one layer are alive at once. None for one request's whole context or 16
-        times the chunk, whichever is more, where GPU kernels run, and for no copies elsewhere.
+        them, never more than the pool holds; the copies of one layer are alive at once. None for one
+        request's whole context or 16 times the chunk, whichever is more, where GPU kernels run, and
+        for no copies elsewhere.
       slab_align: HOT slab bases are multiples of this many tokens.
       kv_dtype: dtype of keys and values.
 

@@ -121,19 +121,19 @@ class Device:
           For each part the first token of its request, if the part completes the prompt.
         """
         geometry, ledger = self.cache.geometry, self.cache.ledger
-        n_rows, row_tokens = self.config.max_batch, self.cache.row_pages * geometry.page_size
+        row_tokens = self.cache.row_pages * geometry.page_size
         staged = self.config.max_staged
         if staged is None:
             staged = max(row_tokens, 16 * size) if self._kernels else 0
         chunk = pack_chunk(
             parts,
             size=size,
-            n_rows=n_rows,
+            n_rows=self.config.max_batch,
             row_tokens=row_tokens,
             n_slots=geometry.n_slots,
             max_parts=self.config.chunk_requests,
             max_pieces=self.config.max_pieces,
-            max_staged=min(staged, n_rows * row_tokens),
+            max_staged=min(staged, geometry.n_slots),
             kernels=self._kernels,
         )
         ledger.kv, self.batch, tokens = prefill_step(
