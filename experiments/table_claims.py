@@ -25,6 +25,7 @@ class Claim:
       read: from the rows of its result to our figures and whether they confirm it; None where the
         rows that it needs were not measured.
       otherwise: how to read figures made under another condition, and which; they decide nothing.
+      devices: how many it needs.
     """
 
     where: str
@@ -33,6 +34,7 @@ class Claim:
     config: str
     read: Callable[["Rows"], Finding | None]
     otherwise: tuple[Callable[["Rows"], Finding | None], str] | None = None
+    devices: int = 1
 
 
 class Rows:
@@ -208,7 +210,7 @@ def _ladder(p: int, bar: float, says: str) -> Claim:
 
 def _parallel(config: str, tp: int, bar: float, says: str) -> Claim:
     read, one = (at_least(bar, "speedup", prefix_tokens=16384, tp=n, **HEADLINE) for n in (tp, 1))
-    return Claim("Table 3", says, f"{bar}x", config, read, (one, "one device"))
+    return Claim("Table 3", says, f"{bar}x", config, read, (one, "one device"), devices=tp)
 
 
 def _hetero(says: str, paper: str, read: Callable[[Rows], Finding | None]) -> Claim:
@@ -319,5 +321,6 @@ CLAIMS = (
         "1.39x / 1.18x",
         "tp_envelope",
         _falls_with_tp,
+        devices=4,
     ),
 )

@@ -54,8 +54,14 @@ def grid(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def label(cell: Mapping[str, Any]) -> str:
-    """A cell in words: ``P 8K, B 256``."""
-    return ", ".join(f"{KEY_NAMES.get(key, key)} {value_text(v)}" for key, v in cell.items())
+    """A cell in words: ``P 8K, B 256``; words stand for themselves."""
+
+    def words(key: str, value: Any) -> str:
+        if isinstance(value, str):
+            return value.removeprefix("random:")
+        return f"{KEY_NAMES.get(key, key)} {value_text(value)}"
+
+    return ", ".join(words(key, value) for key, value in cell.items())
 
 
 def value_text(value: Any) -> str:

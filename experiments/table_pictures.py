@@ -136,12 +136,14 @@ def _bars(metric: str) -> Callable[..., None]:
                 hatch=style["hatch"],
                 edgecolor="white",
             )
-            axis.bar_label(bars, [_number(own.get(cell)) for cell in cells], fontsize=7)
+            numbers = [_number(own.get(cell)) for cell in cells]
+            axis.bar_label(bars, numbers, fontsize=7 if len(cells) < 4 else 6)
         if len(cells) == 1:
             axis.set_xticks(offsets, [textwrap.fill(name, 10) for name in names], fontsize=8)
             axis.set_xlabel(cells[0])
         else:
-            axis.set_xticks(range(len(cells)), cells, fontsize=8)
+            wrapped = [textwrap.fill(cell, 14, break_on_hyphens=False) for cell in cells]
+            axis.set_xticks(range(len(cells)), wrapped)
         axis.set_ylabel(METRICS[metric][0].format(reference=config["reference"]))
         axis.margins(y=0.1 if len(cells) == 1 else 0.3)
 

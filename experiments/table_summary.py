@@ -1,6 +1,7 @@
 """The summary of the paper's claims: enters a folder of results, leaves a Markdown table.
 
-A claim without a result is "not run"; one that this set-up cannot decide says why.
+A claim without a result is "not run"; one that this set-up cannot decide, or that needs more devices than
+any of the results had, says so.
 """
 
 import json
@@ -23,10 +24,14 @@ def render(folder: pathlib.Path) -> str:
     Args:
       folder: holds a folder with ``result.json`` for each table that was run.
     """
+    results = {name: _result(folder / name / "result.json") for name in {c.config for c in CLAIMS}}
+    counts = [r["device"]["count"] for r in results.values() if r and "device" in r]
     lines = []
     for claim in CLAIMS:
-        result = _result(folder / claim.config / "result.json")
+        result = results[claim.config]
         ours, verdict = "-", "not run"
+        if counts and claim.devices > max(counts):
+            verdict = f"not testable here: needs {claim.devices} devices"
         rows = Rows(result["rows"] if result else [])
         if found := claim.read(rows):
             ours, confirmed = found

@@ -56,7 +56,7 @@ def table(name: str, variant: str, title: str, model: str = "llama-3.1-8b") -> C
     config.size = variant
     config.notes = (
         "random weights in the model's shape: speeds do not depend on their values",
-        "JAX on one NVIDIA H200 at full size; the paper's engine is SGLang on A100-SXM4-40GB, so only "
+        "JAX on NVIDIA H200 at full size; the paper's engine is SGLang on A100-SXM4-40GB, so only "
         "ratios can be compared",
     )
     config.paper = ()

@@ -6,8 +6,7 @@
 
 The same steady decode steps with the dispatcher and with its choice forced. Both engines hold their batch
 at once and take turns; the cost is the median difference of 40 pairs of turns, of 8 steps each, with its
-95% interval. B 8 and B 256. About 2 minutes on one H200 (estimated, not measured), 1 for the headline cell
-(B 256).
+95% interval. B 8 and B 256. About 2.5 minutes on one H200, 1 for the headline cell (B 256).
 
 Where this differs: the paper measures the CPU time of a Python wrapper (below 1 µs, below 0.2% of a step);
 here the choice is made on the device, inside the jitted loop. What is measured is all that differs: the

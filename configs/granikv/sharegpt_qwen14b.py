@@ -7,8 +7,8 @@
 Three systems over a ladder of prefixes P and batches B. P 4K, 8K and 16K at B 256 are served: 500
 requests over one prefix arrive as a Poisson process of 200/s, three times; the rest of the grid, and
 the same cells once more, are steady decode steps, whose B / step leaves prefill out. Expect about
-70 minutes on one H200, 30 for the headline cells, compilation included (estimated, not measured);
-the smoke variant takes seconds on a CPU.
+70 minutes on one H200, 30 for the headline cells, compilation included (estimated, not measured).
+B 256 over two, served once, took 7. The smoke variant takes seconds on a CPU.
 
 Where this differs: TP 1, on one device; `--config.workload.tp=2` is the paper's, over two (per device it
 then needs that part of the memory);

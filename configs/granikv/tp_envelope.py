@@ -5,8 +5,8 @@
     python -m experiments.tables --config=configs/granikv/tp_envelope.py:smoke
 
 Steady decode steps of each model over 1, 2 and 4 devices. A pair that needs more devices than there are is
-listed as not run; with more devices, the same command goes on from there. About 25 minutes on one H200
-(TP 1 only), 8 for the headline cell (Llama-3.1-8B) (estimated, not measured).
+listed as not run; with more devices, the same command goes on from there. About 6.5 minutes on one H200
+(TP 1 only), 1.6 for the headline cell (Llama-3.1-8B).
 
 Where this differs: TP 1 for the two larger models is ours; the paper's 40 GB did not hold them.
 """

@@ -14,9 +14,9 @@ Hit rate, tokens that were not computed again, tok/s and TTFT for
 No trace is part of the repository; one without a file is listed as not run. Time is compressed (a field
 of each trace), prompts longer than the context are cut, and `result.json` says how many. Prefixes are not
 declared: the index finds them, and one goes to HOT at its second use. About 45 minutes on one H200 (estimated,
-not measured), 8 for the headline variant (40, 80 and 100 requests), of which mooncake took 200 s, agents 135 s and
-the dialogues are estimated. Arrival times of the dialogues are made up: one starts every 2 s, its requests follow
-each other every 5 s.
+not measured), 5 for the headline variant (40, 80 and 100 requests), 1.4 of them
+compilation. Arrival times of the dialogues are made up: one starts every 2 s, its requests follow each other
+every 5 s.
 """
 
 import pathlib

@@ -181,9 +181,9 @@ def test_the_bound_on_the_cost_is_the_end_of_its_interval_that_is_farther_from_n
 # -- claims --------------------------------------------------------------------------------------
 
 
-def write_result(folder, name, rows):
+def write_result(folder, name, rows, **more):
     (folder / name).mkdir()
-    (folder / name / "result.json").write_text(json.dumps({"rows": rows}))
+    (folder / name / "result.json").write_text(json.dumps({"rows": rows, **more}))
 
 
 def headline(variant, speedup):
@@ -215,6 +215,17 @@ def test_a_claim_measured_under_other_conditions_is_not_decided(tmp_path):
     write_result(tmp_path, "sharegpt_qwen14b", [one])
     found = line(table_summary.render(tmp_path), "sharegpt_qwen14b", "TP 2")
     assert found[3:5] == ["5.00x", "not testable here: one device"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "verdict"), [(2, "not testable here: needs 4 devices"), (4, "not run")]
+)
+def test_a_claim_that_needs_more_devices_than_any_result_had_cannot_be_tested(
+    tmp_path, devices, verdict
+):
+    write_result(tmp_path, "sharegpt_llama8b", [], device={"count": devices})
+    found = line(table_summary.render(tmp_path), "sharegpt_qwen32b", "TP 4")
+    assert found[3:5] == ["-", verdict]
 
 
 @pytest.mark.parametrize(("bound", "verdict"), [(0.19, "confirmed"), (0.21, "not confirmed")])
