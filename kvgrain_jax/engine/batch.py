@@ -1,7 +1,7 @@
 """The decode batch: one row per request, as arrays of fixed shape, and how rows come and go."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import jax
@@ -46,23 +46,24 @@ class Batch:
 
 
 def init(n_rows: int, n_pages: int) -> Batch:
-    """A batch of ``n_rows`` empty rows with room for ``n_pages`` pages each."""
+    """A batch of ``n_rows`` empty rows with room for ``n_pages`` pages each, on the device."""
+    return _on_device(_empty(n_rows, n_pages))
 
-    def zeros():  # each field its own buffer: a buffer can be donated only once
-        return jnp.zeros(n_rows, jnp.int32)
 
-    return Batch(
-        tokens=zeros(),
-        lengths=zeros(),
-        pages=jnp.zeros((n_rows, n_pages), jnp.int32),
-        active=jnp.zeros(n_rows, bool),
-        remaining=zeros(),
-        n_generated=zeros(),
-        stop_tokens=jnp.full((n_rows, MAX_STOP_TOKENS), -1, jnp.int32),
-        temperature=jnp.zeros(n_rows, jnp.float32),
-        top_k=zeros(),
-        top_p=jnp.ones(n_rows, jnp.float32),
-        seed=jnp.zeros(n_rows, jnp.uint32),
+def _empty(n_rows: int, n_pages: int) -> dict[str, np.ndarray]:
+    """The fields of empty rows, on the host."""
+    return dict(
+        tokens=np.zeros(n_rows, np.int32),
+        lengths=np.zeros(n_rows, np.int32),
+        pages=np.zeros((n_rows, n_pages), np.int32),
+        active=np.zeros(n_rows, bool),
+        remaining=np.zeros(n_rows, np.int32),
+        n_generated=np.zeros(n_rows, np.int32),
+        stop_tokens=np.full((n_rows, MAX_STOP_TOKENS), -1, np.int32),
+        temperature=np.zeros(n_rows, np.float32),
+        top_k=np.zeros(n_rows, np.int32),
+        top_p=np.ones(n_rows, np.float32),
+        seed=np.zeros(n_rows, np.uint32),
     )
 
 
@@ -120,28 +121,19 @@ def rows_of(
       ``(indices, rows)``: where each row goes, ``B`` for padding, and a batch of ``R`` rows.
     """
     indices = np.full(capacity, n_rows, np.int32)
-    pages = np.zeros((capacity, n_pages), np.int32)
-    stop_tokens = np.full((capacity, MAX_STOP_TOKENS), -1, np.int32)
-    for i, (index, request, of_request) in enumerate(entries):
+    rows = _empty(capacity, n_pages)
+    for i, (index, request, pages) in enumerate(entries):
         indices[i] = index
-        pages[i, : len(of_request)] = of_request
-        stop_tokens[i, : len(request.stop_tokens)] = request.stop_tokens
+        rows["pages"][i, : len(pages)] = pages
+        rows["stop_tokens"][i, : len(request.stop_tokens)] = request.stop_tokens
+        rows["remaining"][i] = request.max_new_tokens
+        for name in ("temperature", "top_k", "top_p", "seed"):
+            rows[name][i] = getattr(request.sampling, name)
+    return indices, _on_device(rows)
 
-    def column(of_request: Callable[[Request], float], dtype, padding=0):
-        values = [of_request(request) for _, request, _ in entries]
-        return jnp.asarray(values + [padding] * (capacity - len(values)), dtype)
 
-    empty = init(capacity, 1)
-    return indices, dataclasses.replace(
-        empty,
-        pages=jnp.asarray(pages),
-        stop_tokens=jnp.asarray(stop_tokens),
-        remaining=column(lambda request: request.max_new_tokens, jnp.int32),
-        temperature=column(lambda request: request.sampling.temperature, jnp.float32),
-        top_k=column(lambda request: request.sampling.top_k, jnp.int32),
-        top_p=column(lambda request: request.sampling.top_p, jnp.float32, 1),
-        seed=column(lambda request: request.sampling.seed, jnp.uint32),
-    )
+def _on_device(rows: dict[str, np.ndarray]) -> Batch:
+    return Batch(**{name: jnp.asarray(field) for name, field in rows.items()})
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -172,12 +164,6 @@ def set_pages(
     return dataclasses.replace(batch, pages=batch.pages.at[index].set(new))
 
 
-@jax.jit
-def row_pages(batch: Batch, indices: Int[Array | np.ndarray, "R"]) -> Int[Array, "R T"]:
-    """Page tables of the rows at ``indices``."""
-    return batch.pages[indices]
-
-
 def put_first[T](batch: T, rows: T) -> T:
     """A tree of arrays whose first rows are those of another; inside a program."""
     # Not `x.at[:n].set(y)`: its empty index arrays become constants of the program, over which XLA's
@@ -185,12 +171,12 @@ def put_first[T](batch: T, rows: T) -> T:
     return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, 0, 0), batch, rows)
 
 
-def compile_calls(batch: Batch, capacity: int) -> Batch:
+def compile_calls(batch: Batch, capacities: Iterable[int]) -> Batch:
     """Compile the calls above by ones that leave the batch as it is."""
     n_rows, n_pages = batch.pages.shape
-    row_pages(batch, np.zeros(capacity, np.int32))
-    rows = rows_of([], n_rows=n_rows, n_pages=n_pages, capacity=capacity)
-    batch = set_rows(batch, *rows)
+    for capacity in capacities:
+        rows = rows_of([], n_rows=n_rows, n_pages=n_pages, capacity=capacity)
+        batch = set_rows(batch, *rows)
     batch = set_pages(batch, np.int32(0), np.zeros(n_pages, np.int32), 0)
     return reorder(batch, np.arange(n_rows, dtype=np.int32))
 

@@ -30,6 +30,7 @@ class DecodeTrace:
 
     Attributes:
       tokens: token of each row in each step, -1 where the row was not active.
+      pages: COLD page that each row took in each step, -1 where it took none.
       backend: index in ``backends`` of the backend each step took.
       rows: active rows of each step, which decided on the backend.
       n_steps: steps that ran.
@@ -38,6 +39,7 @@ class DecodeTrace:
     """
 
     tokens: Int[Array | np.ndarray, "steps B"]
+    pages: Int[Array | np.ndarray, "steps B"]
     backend: Int[Array | np.ndarray, "steps"]
     rows: Int[Array | np.ndarray, "steps"]
     n_steps: Int[Array | np.ndarray, ""]
@@ -143,13 +145,14 @@ def _loop(
 
     def one_step(backend: int, state):
         kv, pool, rows, trace, finished = state
-        pool, pages = _take_pages(pool, rows, page_size)
+        pool, pages, taken = _take_pages(pool, rows, page_size)
         attend = _Attend(rows, pages, plan, backend=backends[backend], page_size=page_size)
         logits, kv = step(params, rows.tokens, rows.lengths, kv, attend)
         token = _next_token(logits, rows, greedy=greedy, axis=axis)
         trace = dataclasses.replace(
             trace,
             tokens=trace.tokens.at[trace.n_steps].set(jnp.where(rows.active, token, -1)),
+            pages=trace.pages.at[trace.n_steps].set(taken),
             backend=trace.backend.at[trace.n_steps].set(backend),
             rows=trace.rows.at[trace.n_steps].set(jnp.sum(rows.active, dtype=jnp.int32)),
             n_steps=trace.n_steps + 1,
@@ -170,6 +173,7 @@ def _loop(
     branches = [partial(steps_with, i) for i in range(len(backends))]
     trace = DecodeTrace(
         tokens=jnp.full((max_steps, n_rows), -1, jnp.int32),
+        pages=jnp.full((max_steps, n_rows), -1, jnp.int32),
         backend=jnp.zeros(max_steps, jnp.int32),
         rows=jnp.zeros(max_steps, jnp.int32),
         n_steps=jnp.int32(0),
@@ -202,12 +206,13 @@ def _enough_pages(pool: cold.ColdState, rows: Batch, page_size: int):
 
 
 def _take_pages(pool: cold.ColdState, rows: Batch, page_size: int):
-    """Pop a page for each row that needs one; the pool and the page tables with it."""
+    """Pop a page for each row that needs one; the pool, the page tables with it, and the pages."""
     n_rows = rows.lengths.shape[0]
     need = _needs_page(rows, page_size)
     pool, new_pages, _ = cold.allocate(pool, need)
     row = jnp.where(need, jnp.arange(n_rows, dtype=jnp.int32), n_rows)
-    return pool, rows.pages.at[row, rows.lengths // page_size].set(new_pages, mode="drop")
+    tables = rows.pages.at[row, rows.lengths // page_size].set(new_pages, mode="drop")
+    return pool, tables, jnp.where(need, new_pages, -1)
 
 
 class _Attend:

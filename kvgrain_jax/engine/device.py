@@ -5,7 +5,7 @@ are waited for.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -63,21 +63,26 @@ class Device:
             model.n_heads // ranks, model.n_kv_heads // ranks, model.head_dim
         )
         self.batch = self._ranks.whole(batches.init(config.max_batch, cache.row_pages))
+        # Long page tables are most of what a new row sends to the device.
+        self._row_buckets = sorted(
+            {n for n in (1, 4) if n < config.chunk_requests} | {config.chunk_requests}
+        )
 
     # -- rows ------------------------------------------------------------------------------------
 
     def set_rows(self, new: Sequence[tuple[int, Row]]) -> None:
         """Put requests that are not yet computed into rows, by their index."""
-        size = self.config.chunk_requests
         entries = [(index, row.request, row.reservation.pages) for index, row in new]
-        for start in range(0, len(entries), size):
+        while entries:
+            size = next((n for n in self._row_buckets if n >= len(entries)), self._row_buckets[-1])
             rows = batches.rows_of(
-                entries[start : start + size],
+                entries[:size],
                 n_rows=self.config.max_batch,
                 n_pages=self.cache.row_pages,
                 capacity=size,
             )
             self.batch = batches.set_rows(self.batch, *rows)
+            entries = entries[size:]
 
     def set_pages(self, index: int, row: Row) -> None:
         """Let a row read the pages that its request holds now."""
@@ -85,15 +90,6 @@ class Device:
         table = np.zeros(self.cache.row_pages, np.int32)
         table[: len(pages)] = pages
         self.batch = batches.set_pages(self.batch, np.int32(index), table, len(pages))
-
-    def row_pages(self, indices: Sequence[int]) -> Iterator[Int[np.ndarray, "T"]]:
-        """Page table of each of the rows; the device is asked for some at a time, when they are."""
-        size = self.config.chunk_requests
-        for start in range(0, len(indices), size):
-            part = indices[start : start + size]
-            padded = np.zeros(size, np.int32)
-            padded[: len(part)] = part
-            yield from np.asarray(batches.row_pages(self.batch, padded))[: len(part)]
 
     def reorder(self, order: Sequence[int]) -> None:
         """Row ``i`` is from now on what row ``order[i]`` was."""
@@ -106,7 +102,7 @@ class Device:
     def compile_bookkeeping(self) -> None:
         """Compile the calls of pools and batch by ones that change nothing."""
         self.cache.ledger.compile()
-        self.batch = batches.compile_calls(self.batch, self.config.chunk_requests)
+        self.batch = batches.compile_calls(self.batch, self._row_buckets)
 
     # -- programs --------------------------------------------------------------------------------
 

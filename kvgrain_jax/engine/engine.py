@@ -10,6 +10,7 @@ runs.
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -24,9 +25,21 @@ from kvgrain_jax.engine.request import Request
 from kvgrain_jax.engine.rows import BatchPlan, Row
 from kvgrain_jax.engine.scheduler import Scheduler
 from kvgrain_jax.engine.serving import Serving, TokenEvent
-from kvgrain_jax.errors import KVGrainError, RequestError
+from kvgrain_jax.errors import KVGrainError, PoolCorrupted, RequestError
 from kvgrain_jax.prefix import PrefixCache
 from kvgrain_jax.prefix.policy import parse as parse_policy
+
+
+class Chunk(NamedTuple):
+    """A chunk of prompts that the device computes.
+
+    Attributes:
+      rows: for each part of a prompt in it the row, if the prompt is then complete.
+      tokens: first token of each.
+    """
+
+    rows: list[Row | None]
+    tokens: jax.Array
 
 
 class Engine(Serving[Scheduler]):
@@ -65,7 +78,9 @@ class Engine(Serving[Scheduler]):
         super().__init__(scheduler, geometry.bytes_per_token)
         self.device = Device(model, config, self.cache)
         self._plan: BatchPlan | None = None
-        self._unread: tuple[list[Row | None], jax.Array] | None = None
+        self._unread: Chunk | None = None
+        self._decoding = False
+        self._aborted: list[Row] = []  # while the device decoded
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -101,7 +116,10 @@ class Engine(Serving[Scheduler]):
             )
 
     def abort(self, request_id: str) -> None:
-        """End a request now, wherever it is; what it held is freed.
+        """End a request now, wherever it is; no token of it follows, and what it held is freed.
+
+        It may be called from ``on_event`` of ``run``. While the device decodes, the row stays until the
+        loop has ended.
 
         Raises:
           RequestError: there is no such request.
@@ -109,6 +127,8 @@ class Engine(Serving[Scheduler]):
         index = self.scheduler.find(request_id)
         if index is None:
             self.scheduler.withdraw(request_id)
+        elif self._decoding:
+            self._aborted.append(self.scheduler.row(index))
         else:
             self.device.deactivate(index)
             self._leave([index])
@@ -131,12 +151,17 @@ class Engine(Serving[Scheduler]):
           PoolCorrupted: something does not agree.
         """
         page = self.cache.geometry.page_size
-        running = [index for index, row in enumerate(self.scheduler.rows) if row]
+        tables = np.asarray(self.device.batch.pages)
         holders = []
-        for index, pages in zip(running, self.device.row_pages(running), strict=True):
-            row = self.scheduler.row(index)
-            tokens = row.kv_tokens.size if row.decoding else row.prompt.size
-            holders.append((row.reservation, pages[: -(-tokens // page)]))
+        for row, table in zip(self.scheduler.rows, tables, strict=True):
+            if row:
+                tokens = row.kv_tokens.size if row.decoding else row.prompt.size
+                pages = table[: -(-tokens // page)]
+                if not np.array_equal(pages, row.pages):
+                    raise PoolCorrupted(
+                        f"Request {row.request.id} reads the pages {pages}; it holds {row.pages}."
+                    )
+                holders.append((row.reservation, pages))
         self.cache.check_integrity(holders)
 
     # -- the run ---------------------------------------------------------------------------------
@@ -144,8 +169,8 @@ class Engine(Serving[Scheduler]):
     def prefill(self) -> list[TokenEvent]:
         """Only admit, and compute one chunk of prompts."""
         self._admit()
-        left: list[int] = []
-        events = list(self._wait_prefill(self._launch_prefill(), left))
+        chunk, left = self._launch_prefill(), []
+        events = self._wait_prefill(chunk, left) if chunk else []
         self._leave(left)
         return events
 
@@ -156,9 +181,8 @@ class Engine(Serving[Scheduler]):
           n_steps: steps, at most ``config.decode_steps``.
           backend: takes the place of the dispatch, one of ``BACKENDS``; for measurements.
         """
-        decoding = self._launch_decode(n_steps, backend)
-        left: list[int] = []
-        events = list(self._wait_decode(decoding, left)) if decoding else []
+        decoding, left = self._launch_decode(n_steps, backend), []
+        events = self._wait_decode(decoding, left) if decoding else []
         self._leave(left)
         return events
 
@@ -179,21 +203,27 @@ class Engine(Serving[Scheduler]):
 
     def _step(self) -> Iterator[TokenEvent]:
         self._admit()
-        prefill = self._launch_prefill()
-        decode = self._launch_decode()
-        left: list[int] = []  # rows that have ended
+        chunk = self._launch_prefill()
+        decoding = self._launch_decode()
         # Without a decode loop behind it a chunk is read when the next one has been launched, so
         # that the device goes from chunk to chunk while the host packs.
-        unread, self._unread = [self._unread, prefill], None
-        if decode is None:
-            self._unread = unread.pop()
-        for chunk in unread:
-            yield from self._wait_prefill(chunk, left)
-        if decode:
-            yield from self._wait_decode(decode, left)
-        self._leave(left)
-        if decode:
-            self._sample()
+        chunks = [c for c in (self._unread, chunk) if c]
+        self._unread = chunks.pop() if chunk and not decoding else None
+        self._decoding = decoding is not None
+        left: list[int] = []  # rows that have ended
+        try:
+            while chunks:
+                yield from self._wait_prefill(chunks.pop(0), left)
+        finally:
+            # Whoever takes the events may have given up: the step is brought to its end all the same.
+            self._decoding = False
+            for unread in chunks:
+                self._wait_prefill(unread, left)
+            events = self._wait_decode(decoding, left) if decoding else []
+            self._leave(left)
+            if decoding:
+                self._sample()
+        yield from events
 
     def _admit(self) -> None:
         admission = self.scheduler.admit()
@@ -203,13 +233,8 @@ class Engine(Serving[Scheduler]):
         if admission.new or admission.moved:
             self._plan = None
 
-    def _launch_prefill(self) -> tuple[list[Row | None], jax.Array] | None:
-        """Start the next chunk; prompts that it completes decode from now on.
-
-        Returns:
-          For each part of a prompt in it the row, if the prompt is then complete, and its first
-          token.
-        """
+    def _launch_prefill(self) -> Chunk | None:
+        """Start the next chunk; prompts that it completes decode from now on."""
         parts = self.scheduler.next_parts()
         if not parts:
             return None
@@ -225,19 +250,16 @@ class Engine(Serving[Scheduler]):
                     self.device.set_pages(part.row, row)
                 if part.completes:
                     self._plan = None
-        return rows, tokens
+        return Chunk(rows, tokens)
 
-    def _wait_prefill(
-        self, prefill: tuple[list[Row | None], jax.Array] | None, left: list[int]
-    ) -> Iterator[TokenEvent]:
-        """Wait for the chunk; hand out the first tokens of the prompts that it completed."""
-        if prefill is None:
-            return
-        rows, tokens = prefill
-        for row, token in zip(rows, np.asarray(tokens), strict=False):
+    def _wait_prefill(self, chunk: Chunk, left: list[int]) -> list[TokenEvent]:
+        """Wait for the chunk; the first tokens of the prompts that it completed."""
+        events = []
+        for row, token in zip(chunk.rows, np.asarray(chunk.tokens), strict=False):
             if row and row in self.scheduler.rows:  # it may have been aborted meanwhile
                 row.first_token = self.now
-                yield self._give(self.scheduler.rows.index(row), [int(token)], left)
+                events += self._give(self.scheduler.rows.index(row), [int(token)], left)
+        return events
 
     def _launch_decode(
         self, n_steps: int | None = None, backend: str | None = None
@@ -267,10 +289,10 @@ class Engine(Serving[Scheduler]):
         quota = max(1, n_rows // 16) if self.scheduler.waiting else n_rows
         return self.device.decode(plan, n_steps=n_steps, max_finished=quota)
 
-    def _wait_decode(self, decoding: Decoding, left: list[int]) -> Iterator[TokenEvent]:
-        """Wait for the loop; hand out its tokens."""
+    def _wait_decode(self, decoding: Decoding, left: list[int]) -> list[TokenEvent]:
+        """Wait for the loop; its tokens."""
         trace, plan = self.device.wait(decoding), decoding.plan
-        tokens = np.asarray(trace.tokens)[: int(trace.n_steps)]
+        tokens, pages = (np.asarray(x)[: int(trace.n_steps)] for x in (trace.tokens, trace.pages))
         for step in range(len(tokens)):
             backend = plan.choices.backends[trace.backend[step]]
             rows = int(trace.rows[step])
@@ -278,29 +300,44 @@ class Engine(Serving[Scheduler]):
             self.metrics.steps.append(
                 StepTrace(backend, rows, rows * self.device.group, plan.reason(rows), read)
             )
-        for index, column in enumerate(tokens.T.tolist()):
+        events = []
+        columns = zip(tokens.T.tolist(), pages.T.tolist(), strict=True)
+        for index, (column, taken) in enumerate(columns):
             new = [token for token in column if token >= 0]
             if new:
-                yield self._give(index, new, left)
+                self.scheduler.row(index).taken += [page for page in taken if page >= 0]
+                events += self._give(index, new, left)
+        return events
 
     # -- results ---------------------------------------------------------------------------------
 
-    def _give(self, index: int, new: list[int], left: list[int]) -> TokenEvent:
-        """Take new tokens of a row; a finished one is noted in ``left``."""
+    def _give(self, index: int, new: list[int], left: list[int]) -> list[TokenEvent]:
+        """Take new tokens of a row; a finished one is noted in ``left``.
+
+        Returns:
+          Their event; none of a request that was aborted meanwhile.
+        """
         row = self.scheduler.row(index)
         row.tokens += new
+        if row in self._aborted:
+            return []
         reason = row.finish_reason
         if reason is not None:
             self.metrics.requests.append(row.metrics(finish=self.now))
             left.append(index)
-        return TokenEvent(row.request.id, tuple(new), reason is not None, reason)
+        return [TokenEvent(row.request.id, tuple(new), reason is not None, reason)]
 
     def _leave(self, left: Sequence[int]) -> None:
-        """Free rows that have ended, and what they held."""
+        """Free rows that have ended, and those aborted meanwhile, and what they held."""
+        rows = [self.scheduler.rows.index(row) for row in self._aborted]
+        for index in rows:
+            self.device.deactivate(index)
+        rows = sorted({*left, *rows})
+        self._aborted.clear()
         with self.cache.ledger.together():
-            for index, pages in zip(left, self.device.row_pages(left), strict=True):
-                self.scheduler.leave(index, pages)
-        if left:
+            for index in rows:
+                self.scheduler.leave(index)
+        if rows:
             self._plan = None
 
     def _sample(self) -> None:

@@ -35,6 +35,7 @@ class Row:
       computed: prompt tokens whose KV are there.
       decoding: whether the prompt is complete and the row decodes.
       tokens: generated tokens.
+      taken: pages that it took while it decoded.
       first_token: when the first of them was on the host, seconds of the run.
     """
 
@@ -44,6 +45,7 @@ class Row:
     computed: int
     decoding: bool = False
     tokens: list[int] = dataclasses.field(default_factory=list)
+    taken: list[int] = dataclasses.field(default_factory=list)
     first_token: float = 0.0
 
     @property
@@ -62,6 +64,11 @@ class Row:
     def kv_tokens(self) -> np.ndarray:
         """Tokens whose KV are written: all but the last generated one, which was never fed."""
         return np.concatenate([self.prompt, np.asarray(self.tokens[:-1], np.int32)])
+
+    @property
+    def pages(self) -> np.ndarray:
+        """Its page table."""
+        return np.concatenate([self.reservation.pages, np.asarray(self.taken, np.int32)])
 
     def metrics(self, finish: float) -> RequestMetrics:
         """What was measured of the request, which ended ``finish`` seconds into the run."""

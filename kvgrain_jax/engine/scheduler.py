@@ -171,11 +171,11 @@ class Scheduler(Line[Request, Row]):
         self.rows = [self.rows[i] for i in order]
         return order
 
-    def leave(self, index: int, pages: np.ndarray) -> None:
-        """Free a row and what its request held; ``pages``: the page table of the row."""
+    def leave(self, index: int) -> None:
+        """Free a row and what its request held."""
         row = self.row(index)
         if row.decoding:
-            self.cache.finish(row.reservation, row.kv_tokens, pages)
+            self.cache.finish(row.reservation, row.kv_tokens, row.pages)
         else:
             self.cache.cancel(row.reservation)
         self.rows[index] = None
@@ -199,10 +199,11 @@ class Scheduler(Line[Request, Row]):
     def _is_being_computed(self, request: Request) -> bool:
         prompt = np.asarray(request.prompt)
         cached = self.cache.index.match(prompt, limit=prompt.size - 1).length
-        # Nearly all prompts differ right behind what is cached.
-        head = slice(cached, cached + max(self.min_shared, 1))
+        head = prompt[cached]
         for row in self.running:
-            if not row.reservation.committed and np.array_equal(prompt[head], row.prompt[head]):
+            if row.reservation.committed or row.prompt.size <= cached:
+                continue
+            if row.prompt[cached] == head:  # nearly all prompts differ right behind what is cached
                 n = min(prompt.size, row.prompt.size)
                 differ = np.flatnonzero(prompt[:n] != row.prompt[:n])
                 common = int(differ[0]) if differ.size else n

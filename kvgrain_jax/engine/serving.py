@@ -6,6 +6,7 @@ arrival times, what leaves are the events of their tokens and the metrics of the
 
 import abc
 import dataclasses
+import gc
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -161,6 +162,10 @@ class Serving[Scheduler: Line](abc.ABC):
     ) -> RunMetrics:
         """Serve requests as they arrive, by the wall clock, until all are done.
 
+        Meanwhile the garbage collector leaves alone what was there before (``gc.freeze``, and
+        ``gc.unfreeze`` at the end): a pass over the objects of compiled programs would hold up a step
+        for a tenth of a second or more.
+
         Args:
           requests: in any order; each is submitted ``arrival`` seconds after this call.
           on_event: called for every group of new tokens (streaming).
@@ -176,7 +181,17 @@ class Serving[Scheduler: Line](abc.ABC):
         for request in pending:
             self.check(request)
         self.scheduler.check_ids(request.id for request in pending)
+        gc.freeze()
         self._begin()
+        try:
+            self._serve(pending, on_event)
+        finally:
+            gc.unfreeze()
+        return self.metrics
+
+    def _serve(
+        self, pending: deque[Request], on_event: Callable[[TokenEvent], None] | None
+    ) -> None:
         while pending or self.has_work:
             # Every process of a mesh must submit the same requests, so one clock decides.
             now = float(broadcast(np.float64(self.now)))
@@ -188,7 +203,6 @@ class Serving[Scheduler: Line](abc.ABC):
             for event in self._step():
                 if on_event:
                     on_event(event)
-        return self.metrics
 
     def _begin(self) -> None:
         self.metrics = RunMetrics(kv_bytes_per_token=self._token_bytes)

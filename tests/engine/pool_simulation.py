@@ -158,6 +158,7 @@ class Simulation:
             for row, starts_page, page in zip(rows, starts, pages.tolist(), strict=False):
                 if starts_page:
                     self.table(row).append(page)
+                    row.taken.append(page)
                 row.tokens.append(token)
                 self.write(row, row.kv_tokens.size - 1, row.kv_tokens.size)
                 if row.finish_reason:
@@ -195,8 +196,8 @@ class Simulation:
 
     def leave(self, index: int) -> None:
         row = self.row(index)
-        pages = np.array(self.cache.tables.pop(row.reservation), np.int32)
-        self.scheduler.leave(index, pages)
+        assert row.pages.tolist() == self.cache.tables.pop(row.reservation)
+        self.scheduler.leave(index)
 
     # -- what must hold after every step -----------------------------------------------------------
 

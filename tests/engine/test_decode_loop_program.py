@@ -221,6 +221,6 @@ def test_row_of_a_request_round_trips_through_the_batch():
     request = Request("r", [1, 2], 7, stop_tokens=(9,))
     rows = batches.rows_of([(1, request, np.asarray([4, 2]))], n_rows=3, n_pages=5, capacity=2)
     batch = batches.set_rows(batch, *rows)
-    assert batches.row_pages(batch, np.asarray([1])).tolist() == [[4, 2, 0, 0, 0]]
+    assert batch.pages.tolist() == [[0] * 5, [4, 2, 0, 0, 0], [0] * 5]
     assert batch.remaining.tolist() == [0, 7, 0]
     assert batch.stop_tokens[1, :2].tolist() == [9, -1]

@@ -1,5 +1,6 @@
 """The life of a request in the engine: arrival, streaming, abort, and errors that change nothing."""
 
+import gc
 import math
 
 import jax
@@ -228,6 +229,58 @@ def test_an_aborted_request_gives_back_all_it_held_and_others_do_not_notice(engi
     assert serve(engine, [aborted])["aborted"] == greedy_without_cache(
         aborted, engine.metrics.requests[-1].tokens
     )
+
+
+@pytest.mark.parametrize("n_events", [1, 2, 3])
+def test_a_request_may_be_aborted_while_tokens_are_handed_out(engine, n_events):
+    """With its first token the device is decoding already, with later ones it is not."""
+    requests = [ask(f"r{i}", AGENT, text(30 + i, 6), new=20, shared_tokens=40) for i in range(3)]
+    events = []
+
+    def on_event(event):
+        events.append(event)
+        if [e.id for e in events].count("r1") == n_events and event.id == "r1":
+            engine.abort("r0")  # its event of this step is out already
+            engine.abort("r1")
+            engine.abort("r2")  # its event of this step may not be
+
+    after = ask("after", AGENT, text(40, 5), new=12)
+    engine.run([*requests, after], on_event)
+    last = max(i for i, e in enumerate(events) if e.id == "r1")
+    assert all(e.id in ("r2", "after") for e in events[last + 1 :])
+    assert not any(e.finished for e in events if e.id != "after")
+    assert [request.id for request in engine.metrics.requests] == ["after"]
+    tokens = tokens_of(events)["after"]
+    assert tokens == greedy_without_cache(after, tokens)
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("n_events", [1, 2, 5, 8])
+def test_an_error_of_who_takes_the_tokens_leaves_an_engine_that_goes_on(engine, n_events):
+    requests = [ask(f"r{i}", AGENT, text(30 + i, 6), new=20, shared_tokens=40) for i in range(3)]
+    events = []
+
+    def on_event(event):
+        events.append(event)
+        if len(events) == n_events:
+            raise ConnectionError("gone")
+
+    with pytest.raises(ConnectionError, match="gone"):
+        engine.run(requests, on_event)
+    engine.check_integrity()
+    while engine.has_work:
+        engine.step()
+    for request, measured in zip(
+        requests, sorted(engine.metrics.requests, key=lambda r: r.id), strict=True
+    ):
+        assert measured.tokens == greedy_without_cache(request, measured.tokens)
+
+
+def test_the_garbage_collector_leaves_old_objects_alone_while_requests_run(engine):
+    before, frozen = len(gc.get_objects()), []
+    engine.run([ask("r", AGENT)], lambda _: frozen.append(gc.get_freeze_count()))
+    assert min(frozen) > before // 2
+    assert gc.get_freeze_count() == 0
 
 
 def test_an_unknown_request_cannot_be_aborted(engine):

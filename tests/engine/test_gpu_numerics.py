@@ -131,7 +131,7 @@ def step_logits(engine, backend):
 
     @jax.jit
     def run(params, kv, pool, rows, plan):
-        _, pages = _take_pages(pool, rows, page_size)
+        _, pages, _ = _take_pages(pool, rows, page_size)
         attend = _Attend(rows, pages, plan, backend=backend, page_size=page_size)
         return engine.model.step(params, rows.tokens, rows.lengths, kv, attend)[0]
 

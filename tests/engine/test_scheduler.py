@@ -1,6 +1,5 @@
 """The scheduler: who is admitted when, what is computed next, and in which order rows lie."""
 
-import numpy as np
 import pytest
 from watched_cache import COLD_PAGES, HOT_PAGES, WatchedCache
 
@@ -47,7 +46,8 @@ class Line(Scheduler):
         assert index is not None
         row = self.rows[index]
         assert row is not None
-        self.leave(index, np.array(self.watched.tables.pop(row.reservation), np.int32))
+        assert row.pages.tolist() == self.watched.tables.pop(row.reservation)
+        self.leave(index)
 
 
 def new(start: int, n: int) -> list[int]:
@@ -286,4 +286,4 @@ def test_an_unknown_request_is_named(line):
 
 def test_an_empty_row_cannot_leave(line):
     with pytest.raises(KVGrainError, match="Row 1 of the batch is empty"):
-        line.leave(1, np.zeros(0, np.int32))
+        line.leave(1)
