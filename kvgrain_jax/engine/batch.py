@@ -52,19 +52,19 @@ def init(n_rows: int, n_pages: int) -> Batch:
 
 def _empty(n_rows: int, n_pages: int) -> dict[str, np.ndarray]:
     """The fields of empty rows, on the host."""
-    return dict(
-        tokens=np.zeros(n_rows, np.int32),
-        lengths=np.zeros(n_rows, np.int32),
-        pages=np.zeros((n_rows, n_pages), np.int32),
-        active=np.zeros(n_rows, bool),
-        remaining=np.zeros(n_rows, np.int32),
-        n_generated=np.zeros(n_rows, np.int32),
-        stop_tokens=np.full((n_rows, MAX_STOP_TOKENS), -1, np.int32),
-        temperature=np.zeros(n_rows, np.float32),
-        top_k=np.zeros(n_rows, np.int32),
-        top_p=np.ones(n_rows, np.float32),
-        seed=np.zeros(n_rows, np.uint32),
-    )
+    return {
+        "tokens": np.zeros(n_rows, np.int32),
+        "lengths": np.zeros(n_rows, np.int32),
+        "pages": np.zeros((n_rows, n_pages), np.int32),
+        "active": np.zeros(n_rows, bool),
+        "remaining": np.zeros(n_rows, np.int32),
+        "n_generated": np.zeros(n_rows, np.int32),
+        "stop_tokens": np.full((n_rows, MAX_STOP_TOKENS), -1, np.int32),
+        "temperature": np.zeros(n_rows, np.float32),
+        "top_k": np.zeros(n_rows, np.int32),
+        "top_p": np.ones(n_rows, np.float32),
+        "seed": np.zeros(n_rows, np.uint32),
+    }
 
 
 def check_request(

@@ -42,6 +42,8 @@ class EngineConfig:
       chunk_tokens: prompt tokens of one prefill call.
       chunk_buckets: sizes the prefill is compiled for, ascending; ``(chunk_tokens,)`` where empty.
       chunk_requests: requests in one prefill call at most.
+      patience: requests that find a prefix of at least ``min_hot_tokens`` in the cache and may go before
+        one that came first and finds none; 0 serves them in the order in which they came.
       decode_steps: decode steps between two looks of the host.
       prefill_decode_steps: the same while prompts are still to be computed, at most
         ``decode_steps``; 0 computes all prompts first.
@@ -75,6 +77,7 @@ class EngineConfig:
     chunk_tokens: int = 256
     chunk_buckets: tuple[int, ...] = ()
     chunk_requests: int = 8
+    patience: int = 0
     decode_steps: int = 8
     prefill_decode_steps: int = 1
     max_slabs: int = 64
@@ -109,6 +112,8 @@ class EngineConfig:
                 f"prefill_decode_steps is {self.prefill_decode_steps}; give a number from 0 to "
                 f"decode_steps, {self.decode_steps}."
             )
+        if self.patience < 0:
+            raise ConfigError(f"patience is {self.patience}; give a number of requests, or 0.")
         if self.max_staged is not None and self.max_staged < 0:
             raise ConfigError(f"max_staged is {self.max_staged}; give a number of tokens, or 0.")
         if self.max_context is not None and self.max_context < 1:

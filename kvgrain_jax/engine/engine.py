@@ -74,6 +74,7 @@ class Engine(Serving[Scheduler]):
             chunk_tokens=config.chunk_tokens,
             chunk_requests=config.chunk_requests,
             min_shared=config.min_hot_tokens,
+            patience=config.patience,
         )
         super().__init__(scheduler, geometry.bytes_per_token)
         self.device = Device(model, config, self.cache)

@@ -36,6 +36,10 @@ class Admission:
 class Scheduler(Line[Request, Row]):
     """First come, first served, by a token budget: an admitted request can always finish.
 
+    Where more prefixes are in use than the pools hold, first come, first served drops each one just before
+    its next use; so a request whose prefix is still there goes before one that finds none, ``patience``
+    times at most.
+
     Args:
       cache: pools and prefix index.
       max_rows: requests that run at once.
@@ -43,6 +47,7 @@ class Scheduler(Line[Request, Row]):
       chunk_requests: requests whose prompts are computed at once.
       min_shared: a request waits while another computes a prefix of at least so many tokens that
         both share.
+      patience: how many requests may go before one that came first.
 
     Attributes:
       waiting: requests that are not yet admitted.
@@ -57,12 +62,15 @@ class Scheduler(Line[Request, Row]):
         chunk_tokens: int,
         chunk_requests: int,
         min_shared: int,
+        patience: int = 0,
     ):
         super().__init__(max_rows)
         self.cache = cache
         self.chunk_tokens = chunk_tokens
         self.chunk_requests = chunk_requests
-        self.min_shared = min_shared
+        self.min_shared = max(min_shared, 1)
+        self.patience = patience
+        self._passed = 0  # requests that went before the first of the line
         self._order = itertools.count()
 
     @property
@@ -107,14 +115,16 @@ class Scheduler(Line[Request, Row]):
         admission = Admission()
         held_back = []
         while self.waiting and None in self.rows:
-            request = self.waiting.popleft()
-            if self._is_being_computed(request):
-                held_back.append(request)
+            if self._is_being_computed(self.waiting[0]):
+                held_back.append(self.waiting.popleft())
                 continue
+            place = self._next()
+            request = self.waiting[place]
             reservation = self._reserve(request)
             if reservation is None:
-                self.waiting.appendleft(request)
                 break
+            del self.waiting[place]
+            self._passed = self._passed + 1 if place else 0
             for node in reservation.promoted:
                 admission.moved += self._use_new_pages(node)
             index = self.rows.index(None)
@@ -181,6 +191,22 @@ class Scheduler(Line[Request, Row]):
         self.rows[index] = None
         self._ids.remove(row.request.id)
 
+    def _next(self) -> int:
+        """Place in the line of the request to admit: the first, or, where that finds nothing in the
+        cache, one that does."""
+        if self._passed < self.patience and self._cached(self.waiting[0]) < self.min_shared:
+            for place, request in enumerate(self.waiting):
+                if self._cached(request) >= self.min_shared and not self._is_being_computed(
+                    request
+                ):
+                    return place
+        return 0
+
+    def _cached(self, request: Request) -> int:
+        """Tokens of the prompt that are in the index."""
+        prompt = np.asarray(request.prompt)
+        return self.cache.index.match(prompt, limit=prompt.size - 1).length
+
     def _reserve(self, request: Request) -> Reservation | None:
         reserve = functools.partial(
             self.cache.reserve,
@@ -197,8 +223,7 @@ class Scheduler(Line[Request, Row]):
         return reservation
 
     def _is_being_computed(self, request: Request) -> bool:
-        prompt = np.asarray(request.prompt)
-        cached = self.cache.index.match(prompt, limit=prompt.size - 1).length
+        prompt, cached = np.asarray(request.prompt), self._cached(request)
         head = prompt[cached]
         for row in self.running:
             if row.reservation.committed or row.prompt.size <= cached:
@@ -207,7 +232,7 @@ class Scheduler(Line[Request, Row]):
                 n = min(prompt.size, row.prompt.size)
                 differ = np.flatnonzero(prompt[:n] != row.prompt[:n])
                 common = int(differ[0]) if differ.size else n
-                if common - cached >= max(self.min_shared, 1):
+                if common - cached >= self.min_shared:
                     return True
         return False
 

@@ -33,6 +33,7 @@ MODEL = Model(
         ({"chunk_requests": 0}, "chunk_requests is 0"),
         ({"decode_steps": 0}, "decode_steps is 0"),
         ({"max_staged": -1}, "max_staged is -1"),
+        ({"patience": -1}, "patience is -1"),
         ({"max_slabs": 0}, "max_slabs is 0"),
         ({"max_segments": 0}, "max_segments is 0"),
         ({"max_pieces": 0}, "max_pieces is 0"),

@@ -11,7 +11,14 @@ from kvgrain_jax.engine.scheduler import Admission, Scheduler
 class Line(Scheduler):
     """A scheduler of three rows over pools of 22 one-token pages, 10 of them HOT."""
 
-    def __init__(self, *, policy: str = "always", min_shared: int = 3, chunk_tokens: int = 8):
+    def __init__(
+        self,
+        *,
+        policy: str = "always",
+        min_shared: int = 3,
+        chunk_tokens: int = 8,
+        patience: int = 0,
+    ):
         self.watched = WatchedCache(1, policy, min_tokens=2)
         super().__init__(
             self.watched,
@@ -19,6 +26,7 @@ class Line(Scheduler):
             chunk_tokens=chunk_tokens,
             chunk_requests=2,
             min_shared=min_shared,
+            patience=patience,
         )
 
     def ask(self, name: str, prompt: list[int], max_new: int = 1, shared: int = 0) -> None:
@@ -115,6 +123,66 @@ def test_cached_prefixes_in_the_way_of_a_request_are_dropped_when_nothing_else_r
     assert line.admit().new == [0]
     assert line.cache.index.size().nodes == 0
     assert line.rows[0].computed == 0
+
+
+# -- requests whose prefix is cached ---------------------------------------------------------------
+
+
+def serve_in_turns(line: Line) -> list[tuple[str, int]]:
+    """Five prefixes of eight tokens, asked for twice in turns, in pools that hold two of them.
+
+    Returns:
+      The requests in the order of their admission, and the tokens that each found in the cache.
+    """
+    for turn in range(2):
+        for i, name in enumerate("abcde"):
+            line.ask(f"{name}{turn}", [*new(100 * i, 8), 90 + turn])
+    admitted = []
+    while line.waiting or line.running:
+        rows = [line.row(index) for index in line.admit().new]
+        admitted += [(row.request.id, row.reservation.cached) for row in rows]
+        line.compute()
+        for row in line.running:
+            if row.decoding:
+                line.end(row.request.id)
+    return admitted
+
+
+def test_first_come_first_served_drops_each_prefix_before_its_next_use(line):
+    assert serve_in_turns(line) == [(f"{n}{turn}", 0) for turn in range(2) for n in "abcde"]
+
+
+def test_requests_whose_prefix_is_cached_go_first():
+    admitted = serve_in_turns(Line(patience=9))
+    assert sorted(admitted) == [(f"{n}{turn}", 8 * turn) for n in "abcde" for turn in range(2)]
+
+
+def test_no_more_requests_than_patience_allows_go_before_one_that_came_first():
+    line = Line(patience=2)
+    line.ask("cached", new(0, 6))
+    line.admit()
+    line.compute()
+    line.end("cached")
+    line.ask("first", new(500, 3))
+    for i in range(4):
+        line.ask(f"r{i}", [*new(0, 6), 90 + i])
+    line.admit()
+    assert line.names() == ["r0", "r1", "first"]
+    assert line.waiting_names() == ["r2", "r3"]
+
+
+def test_a_request_that_waits_for_a_prefix_does_not_go_before_others():
+    line = Line(patience=9)
+    line.ask("cached", new(0, 4))
+    line.admit()
+    line.compute()
+    line.end("cached")
+    line.ask("computes", new(0, 8))
+    line.ask("first", [70, 71, 72])
+    line.ask("waits", [*new(0, 8), 90])
+    line.admit()
+    assert line.names() == ["computes", "first", None]
+    assert line.waiting_names() == ["waits"]
 
 
 # -- waiting for a prefix that is being computed ---------------------------------------------------
