@@ -42,9 +42,12 @@ class Simulation:
       policy: admission policy, ``always`` or ``after_hits:N``.
       min_pages: shorter prefixes stay in COLD.
       min_shared: shared tokens for which a request waits until another has computed them.
+      patience: requests that may go before one that came first.
     """
 
-    def __init__(self, page_size: int, policy: str, min_pages: int, min_shared: int):
+    def __init__(
+        self, page_size: int, policy: str, min_pages: int, min_shared: int, patience: int = 0
+    ):
         self.page = page_size
         self.cache = WatchedCache(page_size, policy, min_pages * page_size)
         self.events = self.cache.events
@@ -55,8 +58,10 @@ class Simulation:
             chunk_tokens=3 * page_size + 1,
             chunk_requests=3,
             min_shared=min_shared,
+            patience=patience,
         )
         self.line: list[Request] = []
+        self.passed = 0
         self.submitted = 0
         self.numbers: dict[tuple[int, ...], int] = {}
         self.plans = itertools.cycle([("auto", 8), ("auto", 2), ("cascade16", 8)])
@@ -115,16 +120,17 @@ class Simulation:
             self.events["promotion under a decoding row"] += self.row(index).decoding
         self.events["lending"] += self.cache.ledger.lent > lent
         self.events["taking back"] += self.cache.ledger.lent < lent
-        admitted = [self.row(index).request for index in admission.new]
-        left = [request for request in self.line if request not in admitted]
-        assert [r for r in self.line if r in admitted] == admitted
-        if admitted:
-            last = self.line.index(admitted[-1])
-            for passed in left:
-                if self.line.index(passed) < last:
-                    assert self.is_computed_by_another(passed)
-                    self.events["request waits for a prefix"] += 1
-        self.line = left
+        rows = [self.row(index) for index in admission.new]
+        for row in rows:
+            place = self.line.index(row.request)
+            passed = [r for r in self.line[:place] if not self.is_computed_by_another(r)]
+            if passed:
+                assert 0 < self.min_shared <= row.reservation.cached
+                self.events["cached request goes first"] += 1
+            self.events["request waits for a prefix"] += place - len(passed)
+            self.passed = self.passed + 1 if passed else 0
+            assert self.passed <= self.scheduler.patience
+            del self.line[place]
 
     def prefill(self) -> None:
         parts = self.scheduler.next_parts()

@@ -57,6 +57,13 @@ class Line(Scheduler):
         assert row.pages.tolist() == self.watched.tables.pop(row.reservation)
         self.leave(index)
 
+    def have_cached(self, prompt: list[int]) -> None:
+        """Compute a prompt for a request that then ends."""
+        self.ask("cached", prompt)
+        self.admit()
+        self.compute()
+        self.end("cached")
+
 
 def new(start: int, n: int) -> list[int]:
     return list(range(start, start + n))
@@ -159,10 +166,7 @@ def test_requests_whose_prefix_is_cached_go_first():
 
 def test_no_more_requests_than_patience_allows_go_before_one_that_came_first():
     line = Line(patience=2)
-    line.ask("cached", new(0, 6))
-    line.admit()
-    line.compute()
-    line.end("cached")
+    line.have_cached(new(0, 6))
     line.ask("first", new(500, 3))
     for i in range(4):
         line.ask(f"r{i}", [*new(0, 6), 90 + i])
@@ -173,10 +177,7 @@ def test_no_more_requests_than_patience_allows_go_before_one_that_came_first():
 
 def test_a_request_that_waits_for_a_prefix_does_not_go_before_others():
     line = Line(patience=9)
-    line.ask("cached", new(0, 4))
-    line.admit()
-    line.compute()
-    line.end("cached")
+    line.have_cached(new(0, 4))
     line.ask("computes", new(0, 8))
     line.ask("first", [70, 71, 72])
     line.ask("waits", [*new(0, 8), 90])

@@ -19,10 +19,13 @@ class EngineUnderRandomUse(RuleBasedStateMachine):
         policy=st.sampled_from(POLICIES),
         min_pages=st.integers(0, 2),
         waits=st.booleans(),
+        patience=st.sampled_from([0, 1, 5]),
     )
-    def start(self, page_size: int, policy: str, min_pages: int, waits: bool) -> None:
-        min_shared = min_pages * page_size if waits else ANY_SHARED
-        self.it = Simulation(page_size, policy, min_pages, min_shared)
+    def start(
+        self, page_size: int, policy: str, min_pages: int, waits: bool, patience: int
+    ) -> None:
+        min_shared = max(1, min_pages * page_size) if waits else ANY_SHARED
+        self.it = Simulation(page_size, policy, min_pages, min_shared, patience)
 
     @rule(
         letters=st.text("abc", min_size=0, max_size=9),
@@ -110,11 +113,15 @@ def test_a_request_waits_while_another_computes_its_prefix():
     assert run_at_random(1, 4, "always", min_shared=4)["request waits for a prefix"] > 0
 
 
+def test_a_request_whose_prefix_is_cached_goes_before_others():
+    assert run_at_random(1, 4, "always", min_shared=4, patience=2)["cached request goes first"] > 0
+
+
 def run_at_random(
-    seed: int, page_size: int, policy: str, min_shared: int = ANY_SHARED
+    seed: int, page_size: int, policy: str, min_shared: int = ANY_SHARED, patience: int = 0
 ) -> Counter[str]:
     rng = random.Random(seed)
-    it = Simulation(page_size, policy, min_pages=0, min_shared=min_shared)
+    it = Simulation(page_size, policy, min_pages=0, min_shared=min_shared, patience=patience)
     for _ in range(40):
         for _ in range(rng.randrange(3)):
             letters = "".join(rng.choices("aabc", k=rng.randrange(9)))
