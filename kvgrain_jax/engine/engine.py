@@ -30,7 +30,7 @@ from kvgrain_jax.prefix import PrefixCache
 from kvgrain_jax.prefix.policy import parse as parse_policy
 
 
-class Chunk(NamedTuple):
+class Prefilling(NamedTuple):
     """A chunk of prompts that the device computes.
 
     Attributes:
@@ -79,7 +79,7 @@ class Engine(Serving[Scheduler]):
         super().__init__(scheduler, geometry.bytes_per_token)
         self.device = Device(model, config, self.cache)
         self._plan: BatchPlan | None = None
-        self._unread: Chunk | None = None
+        self._unread: Prefilling | None = None
         self._decoding = False
         self._aborted: list[Row] = []  # while the device decoded
 
@@ -234,7 +234,7 @@ class Engine(Serving[Scheduler]):
         if admission.new or admission.moved:
             self._plan = None
 
-    def _launch_prefill(self) -> Chunk | None:
+    def _launch_prefill(self) -> Prefilling | None:
         """Start the next chunk; prompts that it completes decode from now on."""
         parts = self.scheduler.next_parts()
         if not parts:
@@ -251,9 +251,9 @@ class Engine(Serving[Scheduler]):
                     self.device.set_pages(part.row, row)
                 if part.completes:
                     self._plan = None
-        return Chunk(rows, tokens)
+        return Prefilling(rows, tokens)
 
-    def _wait_prefill(self, chunk: Chunk, left: list[int]) -> list[TokenEvent]:
+    def _wait_prefill(self, chunk: Prefilling, left: list[int]) -> list[TokenEvent]:
         """Wait for the chunk; the first tokens of the prompts that it completed."""
         events = []
         for row, token in zip(chunk.rows, np.asarray(chunk.tokens), strict=False):
