@@ -1,16 +1,18 @@
 """The engine: requests in, tokens out, by continuous batching.
 
 One ``step`` admits what fits, computes one chunk of prompts, and runs the decode loop for a few
-steps. The scheduler decides; the engine has the device carry it out. Both programs of a step are
-launched before either is waited for: what a request will hold is known without its tokens, so the
-host plans the loop while the device computes the chunk, and hands out first tokens while the loop
-runs.
+steps. The scheduler decides; the engine has the device carry it out. What a request will hold is known
+without its tokens, so the host plans the loop while the device computes the chunk.
+
+A GPU has the host decide about every step of the loop, so that a call of it returns near its end. While
+requests wait, the loop is launched behind the chunk at once and first tokens are handed out after it, which
+keeps the device busy; when none waits, they are handed out before it.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -117,10 +119,11 @@ class Engine(Serving[Scheduler]):
             )
 
     def abort(self, request_id: str) -> None:
-        """End a request now, wherever it is; no token of it follows, and what it held is freed.
+        """End a request now, wherever it is; what it held is freed.
 
-        It may be called from ``on_event`` of ``run``. While the device decodes, the row stays until the
-        loop has ended.
+        It may be called from ``on_event`` of ``run``: tokens handed out together with those of the event
+        may still follow, later ones do not. While the device decodes, the row stays until the loop has
+        ended.
 
         Raises:
           RequestError: there is no such request.
@@ -182,7 +185,8 @@ class Engine(Serving[Scheduler]):
           n_steps: steps, at most ``config.decode_steps``.
           backend: takes the place of the dispatch, one of ``BACKENDS``; for measurements.
         """
-        decoding, left = self._launch_decode(n_steps, backend), []
+        loop, left = self._next_loop(n_steps, backend), []
+        decoding = self.device.decode(**loop) if loop else None
         events = self._wait_decode(decoding, left) if decoding else []
         self._leave(left)
         return events
@@ -205,14 +209,20 @@ class Engine(Serving[Scheduler]):
     def _step(self) -> Iterator[TokenEvent]:
         self._admit()
         chunk = self._launch_prefill()
-        decoding = self._launch_decode()
+        loop = self._next_loop()
         # Without a decode loop behind it a chunk is read when the next one has been launched, so
         # that the device goes from chunk to chunk while the host packs.
         chunks = [c for c in (self._unread, chunk) if c]
-        self._unread = chunks.pop() if chunk and not decoding else None
-        self._decoding = decoding is not None
+        self._unread = chunks.pop() if chunk and not loop else None
+        decoding: Decoding | None = None
         left: list[int] = []  # rows that have ended
         try:
+            if not self.scheduler.waiting:
+                while chunks:
+                    yield from self._wait_prefill(chunks.pop(0), left)
+                loop = loop and self._next_loop()  # a row of it may have been aborted
+            decoding = self.device.decode(**loop) if loop else None
+            self._decoding = decoding is not None
             while chunks:
                 yield from self._wait_prefill(chunks.pop(0), left)
         finally:
@@ -262,10 +272,10 @@ class Engine(Serving[Scheduler]):
                 events += self._give(self.scheduler.rows.index(row), [int(token)], left)
         return events
 
-    def _launch_decode(
+    def _next_loop(
         self, n_steps: int | None = None, backend: str | None = None
-    ) -> Decoding | None:
-        """Start the decode loop for the rows whose prompts are complete."""
+    ) -> dict[str, Any] | None:
+        """What ``Device.decode`` takes to decode the rows whose prompts are complete, if there are any."""
         n_active = self.scheduler.n_decoding
         if not n_active:
             return None
@@ -288,7 +298,7 @@ class Engine(Serving[Scheduler]):
         # While requests wait, the loop ends when a sixteenth of the rows has finished: each return
         # costs a new plan and a chunk of prompts, an idle row costs little.
         quota = max(1, n_rows // 16) if self.scheduler.waiting else n_rows
-        return self.device.decode(plan, n_steps=n_steps, max_finished=quota)
+        return {"plan": plan, "n_steps": n_steps, "max_finished": quota}
 
     def _wait_decode(self, decoding: Decoding, left: list[int]) -> list[TokenEvent]:
         """Wait for the loop; its tokens."""

@@ -190,6 +190,24 @@ def test_a_context_may_be_filled_to_the_last_token(engine):
     assert tokens == greedy_without_cache(request, tokens)
 
 
+@pytest.mark.parametrize("queue", [0, 1])
+def test_first_tokens_are_handed_out_before_the_next_loop_unless_requests_wait(
+    engine, monkeypatch, queue
+):
+    """With a request in the line the device is kept busy, else the first token is not kept back."""
+    happened = []
+    decode = engine.device.decode
+
+    def noted(*args, **kwargs):
+        happened.append("loop")
+        return decode(*args, **kwargs)
+
+    monkeypatch.setattr(engine.device, "decode", noted)
+    first = [ask(f"r{i}", text(50 + i, 6), new=30) for i in range(MAX_BATCH + queue)]
+    engine.run(first, lambda event: happened.append(event.id))
+    assert happened.index("r0") == (1 if queue else 0)
+
+
 # -- abort -----------------------------------------------------------------------------------------
 
 
