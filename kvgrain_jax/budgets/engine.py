@@ -212,14 +212,15 @@ class HeadEngine(Serving[HeadScheduler]):
 
     # -- the run ---------------------------------------------------------------------------------
 
-    def _step(self) -> list[TokenEvent]:
-        """See ``step``.
+    def _step(self) -> Iterator[TokenEvent]:
+        """See ``step``; a first token is handed out before the others are computed.
 
         Raises:
           KVGrainError: scores of a request are not numbers; that request has ended, its pages are
             free, the others go on.
         """
-        return [*self.prefill(), *self._decode()]
+        yield from self.prefill()
+        yield from list(self._decode())
 
     def prefill(self) -> list[TokenEvent]:
         """Only admit, and compute one chunk of a prompt; raises as ``step``."""

@@ -188,6 +188,25 @@ def test_aborted_request_frees_what_it_held_and_the_others_go_on(compressed):
         engine.abort("long")
 
 
+def test_a_request_may_be_aborted_while_tokens_are_handed_out(compressed):
+    """With the first token of one request, another that decodes already; then the request itself."""
+    engine, names, tokens = make_engine(0.4), [], {}
+
+    def on_event(event):
+        names.append(event.id)
+        collect([event], tokens)
+        if event.id == "long":
+            engine.abort("runs" if names.count("long") == 1 else "long")
+
+    engine.run([ask("runs", text(12, 53), new=40), WORKLOAD[5], WORKLOAD[0]], on_event)
+    engine.check_integrity()
+    assert "runs" in names[: names.index("long")]
+    assert "runs" not in names[names.index("long") :]
+    assert names.count("long") == 2
+    assert tokens["short"] == compressed["short"]
+    assert engine.ledger.allocated_bytes == 0
+
+
 # -- conversations -----------------------------------------------------------------------------------
 
 TURNS = [text(50, 30), text(51, 9), text(52, 21)]
