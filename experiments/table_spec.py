@@ -201,7 +201,8 @@ def check_device(config: Mapping[str, Any], work: Sequence[Unit]) -> None:
         raise ConfigError(
             f"{config['name']} needs {config['memory_gib']} GiB; JAX may use {limit / 2**30:.0f} GiB of "
             f"this {device.device_kind}. Raise XLA_PYTHON_CLIENT_MEM_FRACTION (0.95 leaves the rest "
-            f"to the driver, 0.85 with several devices also to their communication), take a GPU with more memory, or lower config.engine.pool_tokens."
+            "to the driver, 0.85 with several devices also to their communication), take a GPU with "
+            "more memory, or lower config.engine.pool_tokens."
         )
 
 

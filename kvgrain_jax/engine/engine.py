@@ -83,7 +83,7 @@ class Engine(Serving[Scheduler]):
         self._plan: BatchPlan | None = None
         self._unread: Prefilling | None = None
         self._decoding = False
-        self._aborted: list[Row] = []  # while the device decoded
+        self._aborted: list[Row] = []  # rows that leave as soon as the device does not decode
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -131,11 +131,10 @@ class Engine(Serving[Scheduler]):
         index = self.scheduler.find(request_id)
         if index is None:
             self.scheduler.withdraw(request_id)
-        elif self._decoding:
-            self._aborted.append(self.scheduler.row(index))
         else:
-            self.device.deactivate(index)
-            self._leave([index])
+            self._aborted.append(self.scheduler.row(index))
+            if not self._decoding:
+                self._leave([])
 
     def update_params(self, params) -> None:
         """Serve with other weights from now on; every cached prefix is forgotten.
@@ -215,7 +214,7 @@ class Engine(Serving[Scheduler]):
         chunks = [c for c in (self._unread, chunk) if c]
         self._unread = chunks.pop() if chunk and not loop else None
         decoding: Decoding | None = None
-        left: list[int] = []  # rows that have ended
+        left: list[Row] = []  # rows that have ended
         try:
             if not self.scheduler.waiting:
                 while chunks:
@@ -263,13 +262,13 @@ class Engine(Serving[Scheduler]):
                     self._plan = None
         return Prefilling(rows, tokens)
 
-    def _wait_prefill(self, chunk: Prefilling, left: list[int]) -> list[TokenEvent]:
+    def _wait_prefill(self, chunk: Prefilling, left: list[Row]) -> list[TokenEvent]:
         """Wait for the chunk; the first tokens of the prompts that it completed."""
         events = []
         for row, token in zip(chunk.rows, np.asarray(chunk.tokens), strict=False):
             if row and row in self.scheduler.rows:  # it may have been aborted meanwhile
                 row.first_token = self.now
-                events += self._give(self.scheduler.rows.index(row), [int(token)], left)
+                events += self._give(row, [int(token)], left)
         return events
 
     def _next_loop(
@@ -300,7 +299,7 @@ class Engine(Serving[Scheduler]):
         quota = max(1, n_rows // 16) if self.scheduler.waiting else n_rows
         return {"plan": plan, "n_steps": n_steps, "max_finished": quota}
 
-    def _wait_decode(self, decoding: Decoding, left: list[int]) -> list[TokenEvent]:
+    def _wait_decode(self, decoding: Decoding, left: list[Row]) -> list[TokenEvent]:
         """Wait for the loop; its tokens."""
         trace, plan = self.device.wait(decoding), decoding.plan
         tokens, pages = (np.asarray(x)[: int(trace.n_steps)] for x in (trace.tokens, trace.pages))
@@ -316,39 +315,39 @@ class Engine(Serving[Scheduler]):
         for index, (column, taken) in enumerate(columns):
             new = [token for token in column if token >= 0]
             if new:
-                self.scheduler.row(index).taken += [page for page in taken if page >= 0]
-                events += self._give(index, new, left)
+                row = self.scheduler.row(index)
+                row.taken += [page for page in taken if page >= 0]
+                events += self._give(row, new, left)
         return events
 
     # -- results ---------------------------------------------------------------------------------
 
-    def _give(self, index: int, new: list[int], left: list[int]) -> list[TokenEvent]:
+    def _give(self, row: Row, new: list[int], left: list[Row]) -> list[TokenEvent]:
         """Take new tokens of a row; a finished one is noted in ``left``.
 
         Returns:
           Their event; none of a request that was aborted meanwhile.
         """
-        row = self.scheduler.row(index)
         row.tokens += new
         if row in self._aborted:
             return []
         reason = row.finish_reason
         if reason is not None:
             self.metrics.requests.append(row.metrics(finish=self.now))
-            left.append(index)
+            left.append(row)
         return [TokenEvent(row.request.id, tuple(new), reason is not None, reason)]
 
-    def _leave(self, left: Sequence[int]) -> None:
+    def _leave(self, left: Sequence[Row]) -> None:
         """Free rows that have ended, and those aborted meanwhile, and what they held."""
-        rows = [self.scheduler.rows.index(row) for row in self._aborted]
-        for index in rows:
-            self.device.deactivate(index)
-        rows = sorted({*left, *rows})
+        for row in self._aborted:
+            self.device.deactivate(self.scheduler.rows.index(row))
+        ended = {*left, *self._aborted}
         self._aborted.clear()
         with self.cache.ledger.together():
-            for index in rows:
-                self.scheduler.leave(index)
-        if rows:
+            for index, row in enumerate(self.scheduler.rows):
+                if row in ended:
+                    self.scheduler.leave(index)
+        if ended:
             self._plan = None
 
     def _sample(self) -> None:

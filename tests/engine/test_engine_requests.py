@@ -273,6 +273,24 @@ def test_a_request_may_be_aborted_while_tokens_are_handed_out(engine, n_events):
     assert not engine.has_work
 
 
+def test_a_request_that_ends_with_its_first_token_leaves_its_own_row(engine):
+    """Also where another is aborted meanwhile and rows take other places."""
+    requests = [ask(f"r{i}", text(60 + i, 6), new=1 if i == 1 else 12) for i in range(3)]
+    events = []
+
+    def on_event(event):
+        events.append(event)
+        if event.id == "r2" and not event.finished and len(events) <= 3:
+            engine.abort("r0")
+
+    engine.run(requests, on_event)
+    tokens = tokens_of(events)
+    assert len(tokens["r0"]) == 1
+    for request in requests[1:]:
+        assert tokens[request.id] == greedy_without_cache(request, tokens[request.id])
+        assert len(tokens[request.id]) == request.max_new_tokens
+
+
 @pytest.mark.parametrize("n_events", [1, 2, 5, 8])
 def test_an_error_of_who_takes_the_tokens_leaves_an_engine_that_goes_on(engine, n_events):
     requests = [ask(f"r{i}", AGENT, text(30 + i, 6), new=20, shared_tokens=40) for i in range(3)]
