@@ -12,7 +12,7 @@ keeps the device busy; when none waits, they are handed out before it.
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -184,9 +184,8 @@ class Engine(Serving[Scheduler]):
           n_steps: steps, at most ``config.decode_steps``.
           backend: takes the place of the dispatch, one of ``BACKENDS``; for measurements.
         """
-        loop, left = self._next_loop(n_steps, backend), []
-        decoding = self.device.decode(**loop) if loop else None
-        events = self._wait_decode(decoding, left) if decoding else []
+        launch, left = self._next_loop(n_steps, backend), []
+        events = self._wait_decode(launch(), left) if launch else []
         self._leave(left)
         return events
 
@@ -208,19 +207,19 @@ class Engine(Serving[Scheduler]):
     def _step(self) -> Iterator[TokenEvent]:
         self._admit()
         chunk = self._launch_prefill()
-        loop = self._next_loop()
+        launch = self._next_loop()
         # Without a decode loop behind it a chunk is read when the next one has been launched, so
         # that the device goes from chunk to chunk while the host packs.
         chunks = [c for c in (self._unread, chunk) if c]
-        self._unread = chunks.pop() if chunk and not loop else None
+        self._unread = chunks.pop() if chunk and not launch else None
         decoding: Decoding | None = None
         left: list[Row] = []  # rows that have ended
         try:
             if not self.scheduler.waiting:
                 while chunks:
                     yield from self._wait_prefill(chunks.pop(0), left)
-                loop = loop and self._next_loop()  # a row of it may have been aborted
-            decoding = self.device.decode(**loop) if loop else None
+                launch = launch and self._next_loop()  # a row of it may have been aborted
+            decoding = launch() if launch else None
             self._decoding = decoding is not None
             while chunks:
                 yield from self._wait_prefill(chunks.pop(0), left)
@@ -273,8 +272,8 @@ class Engine(Serving[Scheduler]):
 
     def _next_loop(
         self, n_steps: int | None = None, backend: str | None = None
-    ) -> dict[str, Any] | None:
-        """What ``Device.decode`` takes to decode the rows whose prompts are complete, if there are any."""
+    ) -> Callable[[], Decoding] | None:
+        """A call that starts the decode loop for the rows whose prompts are complete, if there are any."""
         n_active = self.scheduler.n_decoding
         if not n_active:
             return None
@@ -297,7 +296,7 @@ class Engine(Serving[Scheduler]):
         # While requests wait, the loop ends when a sixteenth of the rows has finished: each return
         # costs a new plan and a chunk of prompts, an idle row costs little.
         quota = max(1, n_rows // 16) if self.scheduler.waiting else n_rows
-        return {"plan": plan, "n_steps": n_steps, "max_finished": quota}
+        return partial(self.device.decode, plan, n_steps=n_steps, max_finished=quota)
 
     def _wait_decode(self, decoding: Decoding, left: list[Row]) -> list[TokenEvent]:
         """Wait for the loop; its tokens."""
